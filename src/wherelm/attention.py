@@ -1,0 +1,232 @@
+"""Multi-head attention: the textbook form, the fast form, the mask and the cache.
+
+Shapes: B batch, T query slots, S key slots, D width, C context width, H query heads,
+G key-value heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wherelm.schemes.base import PositionScheme
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may read, in the cheapest form that is exact.
+
+    `causal` alone means the causal flag of the kernel; else `keys_B1TS` is True where a key may
+    be read, or None where every key may. `path` says in words which form was chosen.
+    """
+
+    causal: bool
+    keys_B1TS: Tensor | None
+    path: str
+
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """The mask as booleans, (B or 1, 1, T, S)."""
+        if self.keys_B1TS is not None:
+            return self.keys_B1TS
+        full = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+        return full.tril() if self.causal else full
+
+
+def visible(
+    key_mask_BS: Tensor | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    side: str = "right",
+    segments_BT: Tensor | None = None,
+) -> Mask:
+    """The causal mask and the key mask of a batch as one `Mask`, made once for all layers.
+
+    The T queries stand in the last T of the S slots. Causality is by slot. With padding on the
+    right every real query already has only real keys before it, so the key mask adds nothing:
+
+        query \\ key   please  send  <PAD>
+        please           x
+        send             x      x
+        <PAD>            x      x     x        (no target, so nobody reads this row)
+
+    Padding on the left, and packed rows, need the dense form. An empty slot may read itself, so
+    that no row is fully masked: softmax over nothing is 0 or NaN, by the kernel.
+    """
+    if queries == keys and side != "packed" and (side == "right" or key_mask_BS is None):
+        return Mask(True, None, "causal flag (right padding needs no mask)")
+    if queries == 1 and key_mask_BS is None:
+        return Mask(False, None, "no mask (one query after all of its keys)")
+    slots_S = torch.arange(keys, device=device)
+    slots_T = slots_S[keys - queries :]
+    allowed_B1TS = (slots_S <= slots_T[:, None])[None, None]
+    if key_mask_BS is not None:
+        allowed_B1TS = allowed_B1TS & key_mask_BS[:, None, None, :]
+    if side == "packed":
+        same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+        allowed_B1TS = allowed_B1TS & same
+    allowed_B1TS = allowed_B1TS | (slots_S == slots_T[:, None])
+    return Mask(False, allowed_B1TS, f"boolean mask ({side} rows)")
+
+
+def attend_textbook(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    scale: float,
+    allowed_B1TS: Tensor | None = None,
+    bias_BHTS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A = softmax_rows(Q K^T scale + bias + M); returns A V and A. The plain reference.
+
+    The row maximum is subtracted before the exponential: the weights stay the same and huge
+    scores stay finite.
+    """
+    scores_BHTS = q_BHTK @ k_BHSK.transpose(-1, -2) * scale
+    if bias_BHTS is not None:
+        scores_BHTS = scores_BHTS + bias_BHTS
+    if allowed_B1TS is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~allowed_B1TS, float("-inf"))
+    exponentials = (scores_BHTS - scores_BHTS.amax(-1, keepdim=True)).exp()
+    weights_BHTS = exponentials / exponentials.sum(-1, keepdim=True)
+    return weights_BHTS @ v_BHSK, weights_BHTS
+
+
+def attend(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    scale: float,
+    mask: Mask,
+    bias_BHTS: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The same as `attend_textbook`, by torch's fused kernel. `bias_BHTS` already holds the mask."""
+    if q_BHTK.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # torch's bfloat16 attention is many times slower than float32 on short rows on a CPU.
+        with torch.autocast("cpu", enabled=False):
+            q_BHTK, k_BHSK, v_BHSK = q_BHTK.float(), k_BHSK.float(), v_BHSK.float()
+            return attend(q_BHTK, k_BHSK, v_BHSK, scale, mask, bias_BHTS, dropout)
+    if bias_BHTS is not None:
+        additive = bias_BHTS.to(q_BHTK.dtype)
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BHSK, v_BHSK, attn_mask=additive, dropout_p=dropout, scale=scale
+        )
+    return F.scaled_dot_product_attention(
+        q_BHTK,
+        k_BHSK,
+        v_BHSK,
+        attn_mask=mask.keys_B1TS,
+        dropout_p=dropout,
+        is_causal=mask.causal,
+        scale=scale,
+    )
+
+
+class KeyValueCache:
+    """Keys (already rotated) and values of the slots read so far, for one decoder.
+
+    One (B, G, capacity, K) pair of tensors a layer, and beside them what masks and biases need of
+    the same slots: their positions and which of them are real.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device):
+        self.capacity = capacity
+        self.length = 0
+        self.key_mask_BS = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
+        self.positions_BS = torch.zeros(batch, capacity, device=device)
+        self.any_padding = False
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def advance(self, positions_BT: Tensor, key_mask_BT: Tensor | None) -> None:
+        """Makes room for T more slots; called once a forward pass, before the layers."""
+        start, self.length = self.length, self.length + positions_BT.shape[1]
+        assert self.length <= self.capacity, "the cache was made too small for this generation"
+        self.positions_BS = self.positions_BS.to(positions_BT.dtype)
+        self.positions_BS[:, start : self.length] = positions_BT
+        if key_mask_BT is None:
+            self.key_mask_BS[:, start : self.length] = True
+        else:
+            self.key_mask_BS[:, start : self.length] = key_mask_BT
+            self.any_padding = self.any_padding or not bool(key_mask_BT.all())
+
+    def extend(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the newest keys and values of a layer; returns all of them, (B, G, S, K)."""
+        if self._layers[layer] is None:
+            batch, groups, _, width = k_BGTK.shape
+            shape = (batch, groups, self.capacity, width)
+            self._layers[layer] = (k_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
+        keys, values = self._layers[layer]
+        new = slice(self.length - k_BGTK.shape[2], self.length)
+        keys[:, :, new], values[:, :, new] = k_BGTK, v_BGTK
+        return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drops every row of the batch but these, so that finished rows cost nothing more."""
+        self.key_mask_BS = self.key_mask_BS[rows]
+        self.positions_BS = self.positions_BS[rows]
+        self._layers = [(k[rows], v[rows]) if k is not None else None for k, v in self._layers]
+
+
+class Attention(nn.Module):
+    """Multi-head attention of queries from X over keys and values from a context C.
+
+    Y = Concat(Y_1 … Y_H) W_O^T, Y_h = softmax_rows(Q_h K_h^T / sqrt(K) + M) V_h, with Q = X W_Q^T,
+    K = C W_K^T, V = C W_V^T. Self-attention is the case C = X. With fewer key-value heads than
+    query heads, neighbouring query heads share a pair (Ainslie et al., 2023).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        kv_heads: int | None = None,
+        context_width: int | None = None,
+        bias: bool = False,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.heads, self.head_width = heads, head_width
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.qk_norm, self.dropout = qk_norm, dropout
+        self.scale = head_width**-0.5
+        context_width = width if context_width is None else context_width
+        self.query = nn.Linear(width, heads * head_width, bias=bias)
+        self.key = nn.Linear(context_width, self.kv_heads * head_width, bias=bias)
+        self.value = nn.Linear(context_width, self.kv_heads * head_width, bias=bias)
+        self.output = nn.Linear(heads * head_width, width, bias=bias)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context_BSC: Tensor,
+        scheme: PositionScheme,
+        q_positions_BT: Tensor,
+        k_positions_BS: Tensor,
+        mask: Mask,
+        bias_BHTS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        q_BHTK = self.query(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_BGSK = self.key(context_BSC).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        v_BGSK = self.value(context_BSC).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        if self.qk_norm:
+            # Bounded scores at any learning rate (Henry et al., 2020).
+            q_BHTK = F.rms_norm(q_BHTK, (self.head_width,), eps=1e-6)
+            k_BGSK = F.rms_norm(k_BGSK, (self.head_width,), eps=1e-6)
+        q_BHTK = scheme.rotate(q_BHTK, q_positions_BT, "query")
+        k_BGSK = scheme.rotate(k_BGSK, k_positions_BS, "key")
+        if cache is not None:
+            k_BGSK, v_BGSK = cache.extend(layer, k_BGSK, v_BGSK)
+        if self.kv_heads < self.heads:
+            k_BGSK = k_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            v_BGSK = v_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, self.scale, mask, bias_BHTS, dropout)
+        return self.output(y_BHTK.transpose(1, 2).flatten(2))

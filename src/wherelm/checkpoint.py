@@ -1,0 +1,141 @@
+"""One self-contained folder a checkpoint: tensors in safetensors, everything else in JSON and YAML."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from wherelm.config import RunConfig, load_yaml, plain, run_config, save_yaml
+from wherelm.model import Decoder
+from wherelm.schemes import SCHEMES
+from wherelm.tokenizer import Tokenizer
+
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory: the model on the CPU in evaluation mode."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    config: RunConfig
+    state: dict[str, Any]
+
+
+def build_model(config: RunConfig, vocab_size: int) -> Decoder:
+    """The decoder of a configuration, its parameters not yet initialised."""
+    scheme = SCHEMES[config.position.name](config.position, config.model.shape)
+    return Decoder(config.model, scheme, vocab_size)
+
+
+def save(
+    folder: Path,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    state: Mapping[str, Any],
+    optimizer: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes the folder beside its place and renames it, so that it is there whole or not at all."""
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    # Parameters are listed once each, so a tied head, which safetensors refuses, is left out.
+    weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    save_file(weights, part / WEIGHTS)
+    if optimizer is not None:
+        save_file({name: t.cpu().contiguous() for name, t in optimizer.items()}, part / OPTIMIZER)
+    tokenizer.save(part / "tokenizer.json")
+    save_yaml(plain(config), part / "config.yaml")
+    (part / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(part, folder)
+
+
+def load(folder: Path) -> Loaded:
+    """A saved checkpoint; ValueError where a file is missing or does not fit the others."""
+    folder = Path(folder)
+    for name in (WEIGHTS, STATE, "config.yaml", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: no checkpoint, for {name} is missing in it")
+    config = run_config(load_yaml(folder / "config.yaml"))
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    model = build_model(config, tokenizer.vocab_size)
+    load_weights(model, folder)
+    return Loaded(model.eval(), tokenizer, config, load_state(folder))
+
+
+def load_weights(model: Decoder, folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    parameters = dict(model.named_parameters())
+    expected = {name: tuple(p.shape) for name, p in parameters.items()}
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    if expected != found:
+        wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise ValueError(
+            f"{folder / WEIGHTS}: {wrong} is {found.get(wrong, 'missing')} and the configuration "
+            f"beside it makes it {expected.get(wrong, 'absent')}: take both from one checkpoint"
+        )
+    for name, parameter in parameters.items():
+        parameter.data.copy_(weights[name])
+
+
+def load_optimizer(folder: Path) -> dict[str, Tensor]:
+    if not (folder / OPTIMIZER).is_file():
+        raise ValueError(f"{folder}: holds weights alone, without {OPTIMIZER}, and cannot be resumed")
+    return load_file(folder / OPTIMIZER)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if (path / STATE).is_file())
+
+
+def best(run: Path) -> Path:
+    """The checkpoint with the lowest validation loss; ValueError where the run has none."""
+    found = checkpoints(run)
+    if not found:
+        raise ValueError(f"{run}: this run has no checkpoint yet")
+    return min(found, key=lambda path: load_state(path)["validation_loss"])
+
+
+def keep_best_and_last(run: Path) -> None:
+    found = checkpoints(run)
+    for path in set(found) - {best(run), found[-1]}:
+        shutil.rmtree(path)
+
+
+def find(path: str | Path | None, root: Path) -> Path:
+    """The checkpoint that `path` means: a checkpoint, or a run's best; ValueError names the fix.
+
+    Without a path: the best of the newest run below `root`/runs, else the one that is shipped.
+    """
+    if path is not None:
+        path = Path(path)
+        if (path / WEIGHTS).is_file():
+            return path
+        if (path / "checkpoints").is_dir():
+            return best(path)
+        what = "holds no checkpoint" if path.exists() else "does not exist"
+        raise ValueError(f"{path}: {what}; give a run folder such as runs/NAME/TIME, or a checkpoint")
+    runs = {found.parents[1] for found in (root / "runs").glob("*/*/checkpoints/step-*")}
+    for run in sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True):
+        if checkpoints(run):
+            return best(run)
+    shipped = root / "data" / "pretrained" / "errands"
+    if (shipped / WEIGHTS).is_file():
+        return shipped
+    raise ValueError("no run and no shipped checkpoint here: train one first with python train.py")

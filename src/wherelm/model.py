@@ -1,0 +1,259 @@
+"""A decoder-only Transformer.
+
+Shapes: B batch, T query slots, S key slots, D width, F inner width of the MLP, H heads,
+K head width, V vocabulary, N targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wherelm.attention import Attention, KeyValueCache, Mask, visible
+from wherelm.schemes import PositionScheme, Shape
+from wherelm.seeds import torch_generator
+
+if TYPE_CHECKING:
+    from wherelm.batches import Batch
+
+NORMS = ("rmsnorm", "layernorm")
+MLPS = ("swiglu", "gelu", "relu2")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder's shape; `context` is the longest row that training sees, in tokens."""
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    context: int = 128
+    norm: str = "rmsnorm"
+    mlp: str = "relu2"
+    mlp_width: int | None = None
+    qk_norm: bool = True
+    bias: bool = False
+    tied: bool = False
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        for key, value, options in (("norm", self.norm, NORMS), ("mlp", self.mlp, MLPS)):
+            if value not in options:
+                raise ValueError(f"model.{key}={value}: expected one of {', '.join(options)}")
+        for key in ("layers", "width", "heads", "context", "kv_heads", "mlp_width", "softcap"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"model.{key}={value}: expected a number above 0")
+        if self.width % self.heads:
+            raise ValueError(f"model.heads={self.heads}: expected a divisor of width={self.width}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads}: expected a divisor of heads={self.heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout}: expected 0 or more and below 1")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def inner_width(self) -> int:
+        """F: as given, else 4 D, or 8/3 D (to a multiple of 32) for the three matrices of SwiGLU."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return round(8 * self.width / 3 / 32) * 32 if self.mlp == "swiglu" else 4 * self.width
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.width, self.heads, self.head_width, self.context, self.layers)
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=1e-6)
+    return nn.LayerNorm(config.width, bias=config.bias)
+
+
+class MLP(nn.Module):
+    """GELU or squared ReLU (So et al., 2021) between two matrices, or SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.kind = config.mlp
+        self.up = nn.Linear(config.width, config.inner_width, bias=config.bias)
+        if self.kind == "swiglu":
+            self.gate = nn.Linear(config.width, config.inner_width, bias=config.bias)
+        self.down = nn.Linear(config.inner_width, config.width, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTF = self.up(x_BTD)
+        if self.kind == "swiglu":
+            h_BTF = F.silu(self.gate(x_BTD)) * h_BTF
+        elif self.kind == "gelu":
+            h_BTF = F.gelu(h_BTF)
+        else:
+            r_BTF = F.relu(h_BTF)
+            h_BTF = r_BTF * r_BTF
+        return self.down(h_BTF)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)): the pre-norm form."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = norm(config)
+        self.attention = Attention(
+            config.width,
+            config.heads,
+            config.head_width,
+            kv_heads=config.kv_heads,
+            bias=config.bias,
+            qk_norm=config.qk_norm,
+            dropout=config.dropout,
+        )
+        self.mlp_norm = norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        scheme: PositionScheme,
+        positions_BT: Tensor,
+        mask: Mask,
+        bias_BHTS: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        h_BTD = self.attention_norm(x_BTD)
+        h_BTD = self.attention(
+            h_BTD, h_BTD, scheme, positions_BT, positions_BT, mask, bias_BHTS, cache, self.layer
+        )
+        x_BTD = x_BTD + self.dropout(h_BTD)
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """Tokens to logits. Order enters through `scheme` alone, and through the causal mask."""
+
+    def __init__(self, config: ModelConfig, scheme: PositionScheme, vocab_size: int):
+        super().__init__()
+        self.config, self.scheme, self.vocab_size = config, scheme, vocab_size
+        self.embedding = nn.Embedding(vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.final_norm = norm(config)
+        self.head = nn.Linear(config.width, vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.mask_path = ""
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        key_mask_BT: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        side: str = "right",
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """The last hidden states, (B, T, D), of tokens (B, T) at positions (B or 1, T).
+
+        `key_mask_BT` is True where a real token stands (None: everywhere), `segments_BT` tells
+        packed messages apart, `side` is where the padding is. With a cache the T tokens follow
+        the ones that it holds.
+        """
+        batch, length = tokens_BT.shape
+        positions_BT = self.scheme.place(positions_BT)
+        k_positions_BS, keys = positions_BT, length
+        if cache is not None:
+            cache.advance(positions_BT, key_mask_BT)
+            keys, side = cache.length, "left"
+            k_positions_BS = cache.positions_BS[:, :keys]
+            key_mask_BT = cache.key_mask_BS[:, :keys] if cache.any_padding else None
+        mask = visible(key_mask_BT, length, keys, tokens_BT.device, side, segments_BT)
+        self.mask_path = mask.path
+
+        x_BTD = self.embedding(tokens_BT) * self.config.width**0.5
+        x_BTD = self.scheme.embed(x_BTD, positions_BT)
+        biases: dict[PositionScheme, Tensor | None] = {}
+        for block in self.blocks:
+            scheme = self.scheme.for_layer(block.layer)
+            if scheme not in biases:
+                biases[scheme] = masked_bias(scheme, positions_BT, k_positions_BS, mask)
+            x_BTD = block(x_BTD, scheme, positions_BT, mask, biases[scheme], cache)
+        return self.final_norm(x_BTD)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores of the next token, (…, V), at least float32."""
+        scores = self.head(x)
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if self.config.softcap is not None:
+            # Keeps logits within ±softcap (Gemma 2, 2024), so that no step can make them run away.
+            scores = self.config.softcap * torch.tanh(scores / self.config.softcap)
+        return scores
+
+    def forward(self, *inputs, **named) -> Tensor:
+        """Logits (B, T, V) of the same inputs as `hidden`."""
+        return self.logits(self.hidden(*inputs, **named))
+
+
+def masked_bias(
+    scheme: PositionScheme, q_positions_BT: Tensor, k_positions_BS: Tensor, mask: Mask
+) -> Tensor | None:
+    """A scheme's bias with -inf where the mask forbids, (B or 1, H, T, S); None without a bias."""
+    bias_BHTS = scheme.bias(q_positions_BT, k_positions_BS)
+    if bias_BHTS is None:
+        return None
+    queries, keys = bias_BHTS.shape[-2:]
+    allowed_B1TS = mask.dense(queries, keys, bias_BHTS.device)
+    return bias_BHTS.masked_fill(~allowed_B1TS, float("-inf"))
+
+
+def next_token_loss(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum of -log p over the targets that the loss mask keeps, and the logits that gave it (N, V).
+
+    Only the N kept targets pass through the vocabulary head. The caller divides by the number of
+    such targets in all micro-batches of its step, once.
+    """
+    x_BTD = model.hidden(
+        batch.tokens_BT, batch.positions_BT, batch.key_mask_BT, batch.segments_BT, batch.side
+    )
+    logits_NV = model.logits(x_BTD[batch.loss_mask_BT])
+    targets_N = batch.targets_BT[batch.loss_mask_BT]
+    return F.cross_entropy(logits_NV, targets_N, reduction="sum"), logits_NV
+
+
+def initialize(model: Decoder, seed: int) -> None:
+    """Gives every parameter the value that (seed, its name) determines.
+
+    So two decoders that differ only in scheme start from the same shared weights. Embeddings are
+    drawn at 1/sqrt(D) and read at sqrt(D): they enter at RMS 1. Matrices are drawn at
+    1/sqrt(inputs); those that write into the residual stream, and an untied head, start at zero
+    (so in Zhang et al., 2019, "Fixup"), norms at one, biases at zero.
+    """
+    for name, parameter in model.named_parameters():
+        generator = torch_generator(seed, "parameter", name)
+        with torch.no_grad():
+            parameter.copy_(initial_value(model, name, parameter, generator))
+
+
+def initial_value(
+    model: Decoder, name: str, parameter: Tensor, generator: torch.Generator
+) -> Tensor:
+    if name.startswith("scheme."):
+        return model.scheme.initial_value(name.removeprefix("scheme."), generator)
+    if name == "embedding.weight":
+        return torch.randn(parameter.shape, generator=generator) * model.config.width**-0.5
+    if name.endswith("norm.weight"):
+        return torch.ones(parameter.shape)
+    if parameter.ndim < 2 or name.endswith(("output.weight", "down.weight", "head.weight")):
+        return torch.zeros(parameter.shape)
+    return torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5

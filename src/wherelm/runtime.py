@@ -1,0 +1,91 @@
+"""The machine: device, precision, threads, memory and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import sys
+from collections.abc import Iterator
+
+import torch
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cuda", "mps", "cpu")
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes cuda, else mps, else the CPU."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, present in here.items() if present))
+    if not here[name]:
+        present = ", ".join(kind for kind, yes in here.items() if yes)
+        raise ValueError(f"training.device={name}: not on this machine, which has {present}")
+    return torch.device(name)
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    """`auto` takes bfloat16 where the machine multiplies it faster than float32."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return "bfloat16" if device.type == "cpu" and has_tiles() else "float32"
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """Matrix products in bfloat16; parameters, norms and losses stay float32."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what tensors give back, instead of asking the kernel for fresh pages.
+
+    Activations come and go at the same sizes every step; without this a large part of a small
+    model's step on a CPU is page faults. Elsewhere than on glibc nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)  # glibc refuses more
+        libc.mallopt(trim_threshold, 1 << 30)
+
+
+class StopRequest:
+    """Set by Ctrl-C or SIGTERM: the loop finishes its step, saves and stops."""
+
+    signal_number: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM, 0 without."""
+        return 0 if self.signal_number is None else 128 + self.signal_number
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Notes the first signal; a second one ends the process as usual."""
+    request = StopRequest()
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number, frame):
+        request.signal_number = number
+        for each, handler in former.items():
+            signal.signal(each, handler)
+
+    for number in former:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

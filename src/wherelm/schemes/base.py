@@ -1,0 +1,86 @@
+"""Where order can enter a decoder.
+
+Shapes: B batch, T query slots, S key slots, D width, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Role = Literal["query", "key"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a scheme may know of the decoder that it serves; `context` is the trained length in tokens."""
+
+    width: int
+    heads: int
+    head_width: int
+    context: int
+    layers: int
+
+
+class PositionScheme(nn.Module):
+    """The scheme `none`: every hook is the identity, so order enters through the causal mask alone.
+
+    A subclass overrides the hooks it needs. A causal decoder without positions is studied in
+    "The Impact of Positional Encoding on Length Generalization in Transformers"
+    (Kazemnejad, Padhi, Natesan Ramamurthy, Das, Reddy, 2023), where it is called NoPE.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        name: str = "none"
+
+    def __init__(self, config: Config, shape: Shape):
+        super().__init__()
+        self.config = config
+        self.shape = shape
+
+    def place(self, positions_BT: Tensor) -> Tensor:
+        """The numbers that positions get; called once for each forward pass."""
+        return positions_BT
+
+    def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """Token embeddings (RMS 1) with positions added."""
+        return x_BTD
+
+    def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        """Queries or keys, turned by their positions."""
+        return x_BHTK
+
+    def bias(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
+        """What is added to the scaled scores, (B or 1, H, T, S), or None for nothing."""
+        return None
+
+    def token_value(self, x_BTD: Tensor) -> Tensor | None:
+        """A value of each token for each head, (B, H, T), from a layer's input; the cache keeps it."""
+        return None
+
+    def value_bias(self, values_BHS: Tensor, queries: int) -> Tensor:
+        """The bias (B, H, T, S) that follows from the values of all S keys for the last T of them."""
+        raise NotImplementedError(f"{type(self).__name__} gives tokens values but no bias from them")
+
+    def for_layer(self, layer: int) -> PositionScheme:
+        """The scheme of one layer."""
+        return self
+
+    def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
+        """The value that the scheme's own parameter `name` starts from."""
+        raise NotImplementedError(f"{type(self).__name__} gives no initial value for {name}")
+
+    def warnings(self) -> list[str]:
+        """Settings that cannot act at this shape, a line each; logged before training."""
+        return []
+
+
+def float64_positions(positions_BT: Tensor) -> Tensor:
+    """Positions in float64, on the CPU where the device has no float64 (mps)."""
+    if positions_BT.device.type == "mps":
+        positions_BT = positions_BT.cpu()
+    return positions_BT.double()

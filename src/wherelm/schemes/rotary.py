@@ -1,0 +1,249 @@
+"""Schemes that turn queries and keys by an angle that grows with their position.
+
+Shapes: B batch, H heads, T slots, K head width, P pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wherelm.schemes.base import PositionScheme, Role, Shape, float64_positions
+
+
+def rotary_frequencies(width: int, base: float) -> Tensor:
+    """Angle in radians for each step of position, one for each pair of `width`: base^(-2i/width)."""
+    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def rotation_table(positions_BT: Tensor, frequencies_P: Tensor) -> Tensor:
+    """cos + i sin of every pair's angle, complex64 (B, T, P), computed in float64."""
+    positions = float64_positions(positions_BT)
+    angles = positions[..., None] * frequencies_P.to(positions.device)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(positions_BT.device)
+
+
+def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
+    """Turns neighbouring entries (x0, x1), (x2, x3), … as vectors of the plane.
+
+    [x0, x1] becomes [x0 cos a - x1 sin a, x0 sin a + x1 cos a]: a complex product, which is the
+    fastest form on a CPU. float64 stays float64; everything else is turned in float32.
+    """
+    table = table_BTP[:, None]
+    wide = x_BHTK if x_BHTK.dtype == torch.float64 else x_BHTK.float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * table).flatten(-2).to(x_BHTK.dtype)
+
+
+def linear_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
+    """Every frequency divided by `factor`: positions squeezed into the trained length.
+
+    "Extending Context Window of Large Language Models via Positional Interpolation" (Chen, Wong,
+    Chen, Tian, 2023).
+    """
+    return frequencies_P / factor
+
+
+def ntk_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
+    """The base raised so that the slowest pair slows down by `factor` and the fastest not at all.
+
+    base' = base factor^(K / (K - 2)): "NTK-aware scaled RoPE" (bloc97, 2023).
+    """
+    width = 2 * len(frequencies_P)
+    return rotary_frequencies(width, base * factor ** (width / max(width - 2, 1)))
+
+
+def yarn_turns(length: int) -> float:
+    """How many turns over the trained length make a pair fast enough to be left alone.
+
+    32 at the 4,096 tokens of the original; at other lengths the same share, on a log scale, of
+    the turns that the fastest pair completes.
+    """
+    turn = 2 * math.pi
+    if length <= turn:
+        return 1.0
+    return 32 ** (math.log(length / turn) / math.log(4096 / turn))
+
+
+def yarn_ramp(width: int, base: float, length: int, alpha: float, beta: float) -> Tensor:
+    """1 for pairs that keep their frequency, 0 for those that are interpolated, a line between.
+
+    The line is drawn over the pair's index, as in Hugging Face's transformers, so that exports
+    agree; the paper draws it over the number of turns, which gives other frequencies between.
+    """
+
+    def index_of(turns: float) -> float:
+        return width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = max(math.floor(index_of(beta)), 0), min(math.ceil(index_of(alpha)), width - 1)
+    index_P = torch.arange(width // 2, dtype=torch.float64)
+    return 1 - ((index_P - low) / max(high - low, 1e-3)).clamp(0, 1)
+
+
+def yarn_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
+    """Fast pairs kept, slow ones divided by `factor`, a ramp between.
+
+    "YaRN: Efficient Context Window Extension of Large Language Models" (Peng, Quesnelle, Fan,
+    Shippole, 2023), equations 16-20, with alpha = 1 and beta = `yarn_turns(length)`.
+    """
+    kept_P = yarn_ramp(2 * len(frequencies_P), base, length, 1.0, yarn_turns(length))
+    return frequencies_P * kept_P + frequencies_P / factor * (1 - kept_P)
+
+
+def yarn_magnitude(factor: float) -> float:
+    """What YaRN lengthens queries and keys by, 0.1 ln(factor) + 1: a sharper softmax."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+SCALINGS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
+    "linear": linear_scaling,
+    "ntk": ntk_scaling,
+    "yarn": yarn_scaling,
+}
+
+
+class Rope(PositionScheme):
+    """Pair i of every query and key at position l is rotated by l base^(-2i/K).
+
+    "RoFormer: Enhanced Transformer with Rotary Position Embedding" (Su et al., 2021), equations
+    14-16. Acts on queries and keys, so that scores depend on differences of position; nothing is
+    added to the embeddings.
+
+    `fraction`: only the first entries of each head rotate, with frequencies spread over those
+    (GPT-NeoX's `rotary_pct`). `p`: only the int(p K/2) fastest of all pairs rotate ("Round and
+    Round We Go! What makes Rotary Positional Encodings useful?", Barbero et al., 2025).
+    `scaling`, `factor`: how a model that was trained without it is read at `factor` times its
+    trained length.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        name: str = "rope"
+        base: float = 10_000.0
+        fraction: float = 1.0
+        p: float = 1.0
+        scaling: str | None = None
+        factor: float = 1.0
+
+        def __post_init__(self):
+            for key in ("fraction", "p"):
+                if not 0 <= getattr(self, key) <= 1:
+                    raise ValueError(f"position.{key}={getattr(self, key)}: expected 0 to 1")
+            if self.base <= 1:
+                raise ValueError(f"position.base={self.base}: expected a number above 1")
+            if self.scaling is not None and self.scaling not in SCALINGS:
+                options = ", ".join(["null", *SCALINGS])
+                raise ValueError(f"position.scaling={self.scaling}: expected one of {options}")
+            if self.factor < 1:
+                raise ValueError(f"position.factor={self.factor}: expected 1 or more")
+            if self.factor > 1 and self.scaling is None:
+                raise ValueError(
+                    f"position.factor={self.factor} has nothing to act on: give position.scaling, "
+                    f"one of {', '.join(SCALINGS)}"
+                )
+
+    def __init__(self, config: Config, shape: Shape):
+        super().__init__(config, shape)
+        if shape.head_width % 2:
+            raise ValueError(
+                f"position={config.name} rotates pairs and needs an even head width, "
+                f"not {shape.head_width}: choose model.width and model.heads accordingly"
+            )
+        self.frequencies_P = self.frequencies()
+        self.positions_BT: Tensor | None = None
+
+    def frequencies(self) -> Tensor:
+        """Radians for each step of position, float64, one for each rotating pair."""
+        config = self.config
+        frequencies_P = rotary_frequencies(
+            2 * round(config.fraction * self.shape.head_width / 2), config.base
+        )
+        if config.scaling is not None and len(frequencies_P):
+            scale = SCALINGS[config.scaling]
+            frequencies_P = scale(frequencies_P, config.factor, config.base, self.shape.context)
+        return frequencies_P[: int(config.p * len(frequencies_P))]
+
+    def table(self, positions_BT: Tensor) -> Tensor:
+        """The rotations at these positions; every layer of a forward pass asks for the same."""
+        if positions_BT is not self.positions_BT:
+            self.positions_BT = positions_BT
+            table_BTP = rotation_table(positions_BT, self.frequencies_P)
+            if self.config.scaling == "yarn":
+                table_BTP = table_BTP * yarn_magnitude(self.config.factor)
+            self.table_BTP = table_BTP
+        return self.table_BTP
+
+    def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        width = 2 * len(self.frequencies_P)
+        if width == 0:
+            return x_BHTK
+        table_BTP = self.table(positions_BT)
+        if width == x_BHTK.shape[-1]:
+            return rotate_pairs(x_BHTK, table_BTP)
+        turned, still = x_BHTK.split((width, x_BHTK.shape[-1] - width), dim=-1)
+        return torch.cat((rotate_pairs(turned, table_BTP), still), dim=-1)
+
+    def warnings(self) -> list[str]:
+        context = self.shape.context
+        slow = int((self.frequencies_P * context < 1).sum())
+        lines = []
+        if slow * 2 > len(self.frequencies_P):
+            lines.append(
+                f"position.base={self.config.base:g}: {slow} of {len(self.frequencies_P)} pairs turn "
+                f"less than one radian over model.context={context}; a smaller base lets them tell "
+                "positions apart"
+            )
+        turns = context / (2 * math.pi)
+        if self.config.scaling == "yarn" and turns < yarn_turns(context):
+            lines.append(
+                f"position.scaling=yarn: no pair completes {yarn_turns(context):.1f} turns within "
+                f"model.context={context}, so none keeps its frequency"
+            )
+        return lines
+
+
+class Pope(PositionScheme):
+    """Scores are sums of softplus(q_c) softplus(k_c) cos((s - l) theta_c + delta_c).
+
+    "Decoupling the 'What' and 'Where' With Polar Coordinate Positional Embeddings" (Gopalakrishnan,
+    Csordas, Schmidhuber, Mozer, 2025). Content decides magnitudes alone and position angles alone.
+    Acts on queries and keys: each entry becomes a vector of the plane, so both get twice as wide
+    while the scale stays 1/sqrt(K). theta_c = base^(-c/K); delta, learned for each head and entry,
+    starts at 0, the paper's choice for extrapolation. The paper binds it to -2 pi … 0; an angle is
+    periodic, so here it is free. It is subtracted from the query's angle, which is the same as
+    added to the key's and serves shared keys too.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        name: str = "pope"
+        base: float = 10_000.0
+
+        def __post_init__(self):
+            if self.base <= 1:
+                raise ValueError(f"position.base={self.base}: expected a number above 1")
+
+    def __init__(self, config: Config, shape: Shape):
+        super().__init__(config, shape)
+        self.frequencies_K = rotary_frequencies(2 * shape.head_width, config.base)
+        self.delta_HK = nn.Parameter(torch.empty(shape.heads, shape.head_width))
+        self.positions_BT: Tensor | None = None
+
+    def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        if positions_BT is not self.positions_BT:
+            self.positions_BT = positions_BT
+            self.table_BTK = rotation_table(positions_BT, self.frequencies_K)
+        wide = x_BHTK if x_BHTK.dtype == torch.float64 else x_BHTK.float()
+        turned = F.softplus(wide) * self.table_BTK[:, None]
+        if role == "query":
+            delta_HK = self.delta_HK.to(wide.dtype)[:, None]
+            turned = turned * torch.polar(torch.ones_like(delta_HK), -delta_HK)
+        return torch.view_as_real(turned).flatten(-2).to(x_BHTK.dtype)
+
+    def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
+        return torch.zeros(self.delta_HK.shape)

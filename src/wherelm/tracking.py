@@ -1,0 +1,120 @@
+"""What a run says while it goes: metrics.jsonl, one tqdm line, Weights & Biases if asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from wherelm.config import RunConfig, TrackingConfig, plain
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+class Tracker:
+    """Writes every line of metrics to `folder`/metrics.jsonl and mirrors it to the other places."""
+
+    def __init__(self, folder: Path, config: RunConfig, resumed_at: int | None = None):
+        self.path = folder / METRICS
+        if resumed_at is not None:
+            cut_back(self.path, resumed_at)
+        self._file = self.path.open("a" if resumed_at is not None else "w", encoding="utf-8")
+        self._wandb = start_wandb(folder, config) if config.tracking.name == "wandb" else None
+        self._bar = tqdm(
+            total=100.0,
+            initial=0.0,
+            disable=not sys.stderr.isatty(),
+            bar_format="{percentage:3.0f}%|{bar:20}| {postfix[0]} [{elapsed}<{remaining}]",
+            postfix=[""],
+            dynamic_ncols=True,
+        )
+
+    def write(self, **values: Any) -> None:
+        """One object in metrics.jsonl, flushed, so that a run that dies keeps what it measured."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            prefix = f"{values['split']}/" if "split" in values else "train/"
+            numbers = {prefix + k: v for k, v in values.items() if isinstance(v, (int, float))}
+            self._wandb.log(numbers, step=values["step"])
+
+    def progress(self, share: float, line: str) -> None:
+        """Moves the bar to this share of the run; its remaining time follows from that."""
+        self._bar.postfix[0] = line
+        self._bar.update(100 * share - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drops what metrics.jsonl holds beyond `step`: it happens again after resuming from there."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue  # a line that was cut short when the process was killed
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def start_wandb(folder: Path, config: RunConfig) -> Any:
+    """A W&B run in the folder; without key or network it goes on offline after one warning."""
+    import wandb
+
+    os.environ.setdefault("WANDB_SILENT", "true")
+    mode = config.tracking.mode
+    if mode == "online" and not wandb.api.api_key:
+        log.warning("wandb: no API key, so this run is kept offline (wandb login; wandb sync later)")
+        mode = "offline"
+    try:
+        return _init_wandb(wandb, folder, config, mode)
+    except (wandb.errors.CommError, wandb.errors.UsageError) as error:
+        log.warning("wandb: %s; this run is kept offline", str(error).splitlines()[0])
+        return _init_wandb(wandb, folder, config, "offline")
+
+
+def _init_wandb(wandb: Any, folder: Path, config: RunConfig, mode: str) -> Any:
+    return wandb.init(
+        project=config.tracking.project,
+        name=config.name,
+        config=plain(config),
+        dir=folder,
+        mode=mode,
+        settings=wandb.Settings(init_timeout=20),
+    )
+
+
+def draw_curve(folder: Path) -> None:
+    """curve.png: training and validation loss by supervised tokens, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    train = [line for line in lines if "split" not in line]
+    axes.plot([p["targets"] for p in train], [p["loss"] for p in train], label="training", lw=0.8)
+    watched = [line for line in lines if line.get("split") == "validation"]
+    axes.plot([p["targets"] for p in watched], [p["loss"] for p in watched], "o-", label="validation")
+    axes.set(xlabel="supervised tokens", ylabel="loss (nats a token)", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "curve.png", dpi=120)
+    pyplot.close(figure)
+
+
+__all__ = ["Tracker", "TrackingConfig", "draw_curve"]

@@ -1,0 +1,258 @@
+"""One run, from files to a trained decoder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from wherelm import checkpoint, pipeline, runtime
+from wherelm.batches import Sampler, TokenStore, collate, cut
+from wherelm.config import RunConfig, plain, save_yaml
+from wherelm.evaluate import evaluate, table
+from wherelm.generate import write_samples
+from wherelm.model import Decoder, initialize, next_token_loss
+from wherelm.optim import Optimizer
+from wherelm.seeds import named_seed
+from wherelm.tracking import Tracker, draw_curve
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class State:
+    """Where a run stands; beside weights and optimiser all that resuming needs."""
+
+    step: int = 0
+    targets: int = 0
+    seconds: float = 0.0
+    epoch: int = 0
+    position: int = 0
+    batches_hash: str = ""
+    validation_loss: float = math.inf
+
+
+def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
+    """Trains into the run folder and returns what is written to its summary.json."""
+    started = time.perf_counter()
+    runtime.keep_freed_memory()
+    torch.set_num_threads(config.training.threads or torch.get_num_threads())
+    device = runtime.choose_device(config.training.device)
+    precision = runtime.choose_precision(config.training.precision, device)
+    autocast = runtime.autocast(precision, device)
+    last = checkpoint.last(folder) if resume else None
+    state = State(**checkpoint.load_state(last)) if last else State()
+
+    splits = ("train", "validation", *config.final_splits)
+    data = pipeline.prepare(config, root, splits)
+    model = checkpoint.build_model(config, data.tokenizer.vocab_size)
+    initialize(model, config.seed)
+    if last:
+        checkpoint.load_weights(model, last)
+    model.to(device).train()
+    optimizer = Optimizer(model, config.optimizer, config.schedule)
+    if last:
+        optimizer.load_state(checkpoint.load_optimizer(last))
+    store = data.stores["train"]
+    sampler = Sampler(
+        store.lengths,
+        config.training.batch_tokens,
+        config.training.batching,
+        config.seed,
+        state.epoch,
+        state.position,
+    )
+    describe(config, folder, data, model, sampler, device, precision)
+
+    share, before = 0.0, state.seconds
+    tracker = Tracker(folder, config, state.step if last else None)
+    with logging_redirect_tqdm([log.parent]), runtime.stop_on_signals() as stop:
+        for indices in sampler:
+            step_started = time.perf_counter()
+            targets = int(sum(store[i][1][1:].sum() for i in indices))
+            done = share_done(config, state.step + 1, state.targets + targets, sampler)
+            loss = accumulate(model, store, indices, data.tokenizer.pad, config, state.step, autocast)
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss is {loss} at step {state.step + 1}: lower optimizer.learning_rate, "
+                    "or lengthen schedule.warmup"
+                )
+            norm = optimizer.step((share + done) / 2, config.training.clip)
+            share = done
+            state.step, state.targets = state.step + 1, state.targets + targets
+            state.epoch, state.position = sampler.epoch, sampler.position
+            state.batches_hash = chained_hash(state.batches_hash, indices)
+            state.seconds = before + time.perf_counter() - started
+            rate = targets / (time.perf_counter() - step_started)
+            tracker.write(
+                step=state.step,
+                loss=loss,
+                learning_rate=optimizer.learning_rate,
+                gradient_norm=norm,
+                targets=state.targets,
+                targets_per_second=round(rate, 1),
+                seconds=round(state.seconds, 3),
+            )
+            line = f"step {state.step} loss {loss:.3f} lr {optimizer.learning_rate:.1e}"
+            tracker.progress(min(share, 1.0), f"{line} {rate:,.0f} targets/s")
+            if state.step == 1:
+                log.info("first step after %.1f s; attention: %s", state.seconds, model.mask_path)
+            ended = share >= 1 or bool(stop)
+            if ended or state.step % config.evaluation.every == 0:
+                watch(model, data, config, state, tracker, autocast)
+                save(folder, model, data, config, state, optimizer)
+            if ended:
+                break
+    if share < 1:
+        tracker.close()
+        return summarize(folder, state, "interrupted", exit_code=stop.exit_code)
+
+    figures = {}
+    for split in config.final_splits:
+        figures[split] = evaluate(
+            model, data.stores[split], data.tokenizer, config.evaluation.batch_tokens, autocast
+        )
+        tracker.write(step=state.step, split=split, final=True, **figures[split])
+    log.info("\n%s", table(figures))
+    watched = data.stores["validation"]
+    (folder / "samples.txt").write_text(write_samples(model, data.tokenizer, watched), "utf-8")
+    tracker.close()
+    draw_curve(folder)
+    state.seconds = before + time.perf_counter() - started
+    return summarize(folder, state, "complete", splits=figures)
+
+
+def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> float:
+    """The share of training done after this many steps, supervised tokens or epochs."""
+    length = config.training
+    if length.steps is not None:
+        return step / length.steps
+    if length.tokens is not None:
+        return targets / length.tokens
+    return sampler.epochs_done / length.epochs
+
+
+def accumulate(
+    model: Decoder,
+    store: TokenStore,
+    indices: Any,
+    pad: int,
+    config: RunConfig,
+    step: int,
+    autocast: Any,
+) -> float:
+    """Adds the gradient of the batch's mean loss, micro-batch after micro-batch; returns the loss.
+
+    Each micro-batch gives a sum, divided by the number of targets in the whole batch, so that the
+    gradient does not depend on how the batch was cut.
+    """
+    device = model.embedding.weight.device
+    budget = config.training.micro_tokens or config.training.batch_tokens
+    micro_batches = [collate(store, rows, pad) for rows in cut(store.lengths, indices, budget)]
+    targets = sum(batch.targets for batch in micro_batches)
+    total = torch.zeros((), device=device)
+    for number, batch in enumerate(micro_batches):
+        if config.model.dropout:
+            # Torch's dropout takes no generator: reseeding leaves nothing to save and restore.
+            torch.manual_seed(named_seed(config.seed, "dropout", step, number))
+        with autocast:
+            loss, _ = next_token_loss(model, batch.to(device))
+        (loss / targets).backward()
+        total += loss.detach()
+    return float(total) / targets
+
+
+def watch(
+    model: Decoder,
+    data: pipeline.Data,
+    config: RunConfig,
+    state: State,
+    tracker: Tracker,
+    autocast: Any,
+) -> None:
+    """Measures the whole validation split and says so."""
+    budget = config.evaluation.batch_tokens
+    figures = evaluate(model, data.stores["validation"], data.tokenizer, budget, autocast)
+    state.validation_loss = figures["loss"]
+    tracker.write(step=state.step, split="validation", **{**figures, "targets": state.targets})
+    exact = f", exact match {figures['exact_match']:.1%}" if "exact_match" in figures else ""
+    log.info(
+        "step %d: validation loss %.4f, %.4f bits a byte%s, %.0f s",
+        state.step,
+        figures["loss"],
+        figures["bits_per_byte"],
+        exact,
+        state.seconds,
+    )
+
+
+def save(
+    folder: Path,
+    model: Decoder,
+    data: pipeline.Data,
+    config: RunConfig,
+    state: State,
+    optimizer: Optimizer,
+) -> None:
+    place = folder / "checkpoints" / f"step-{state.step:08d}"
+    checkpoint.save(place, model, data.tokenizer, config, asdict(state), optimizer.state())
+    checkpoint.keep_best_and_last(folder)
+
+
+def chained_hash(former: str, indices: Any) -> str:
+    """A hash over all batches so far: equal hashes mean equal batches in equal order."""
+    return hashlib.sha256(former.encode() + indices.astype("int64").tobytes()).hexdigest()
+
+
+def describe(
+    config: RunConfig,
+    folder: Path,
+    data: pipeline.Data,
+    model: Decoder,
+    sampler: Sampler,
+    device: torch.device,
+    precision: str,
+) -> None:
+    """Writes config, tokeniser, ledger and environment, and logs what will be trained on what."""
+    ledger = pipeline.full_ledger(data, sampler.batches_of(0))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_yaml(plain(config), folder / "config.yaml")
+    data.tokenizer.save(folder / "tokenizer.json")
+    (folder / "ledger.json").write_text(json.dumps(ledger, indent=1) + "\n")
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "device": str(device),
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    log.info("%s\n", pipeline.ledger_table(ledger))
+    count = sum(p.numel() for p in model.parameters())
+    log.info(
+        "%s: %s parameters, position=%s, %s, %s, %d threads; run folder %s",
+        config.name,
+        f"{count:,}",
+        config.position.name,
+        device,
+        precision,
+        torch.get_num_threads(),
+        folder,
+    )
+
+
+def summarize(folder: Path, state: State, status: str, **more: Any) -> dict[str, Any]:
+    """What a program would read: written to summary.json and returned."""
+    summary = {"status": status, **asdict(state), **more}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return summary

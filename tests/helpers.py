@@ -1,0 +1,135 @@
+"""Small randomised decoders, ragged examples and their batches, for the tests.
+
+Shapes: B rows, T slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wherelm.batches import Batch, TokenStore, collate
+from wherelm.model import Decoder, ModelConfig, initialize
+from wherelm.schemes import SCHEMES
+from wherelm.seeds import torch_generator
+
+VOCABULARY = 23
+CONTEXT = 16
+PAD = 0
+
+
+def random_decoder(
+    name: str = "rope",
+    options: dict | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes,
+) -> Decoder:
+    """A decoder whose every parameter is random, also those that training starts from zero or one.
+
+    At initialisation outputs and head are zero, and every equality of logits would hold vacuously.
+    """
+    small = {"layers": 2, "width": 16, "heads": 4, "context": CONTEXT}
+    config = ModelConfig(**{**small, **changes})
+    scheme = SCHEMES[name](SCHEMES[name].Config(**(options or {})), config.shape)
+    model = Decoder(config, scheme, VOCABULARY)
+    initialize(model, seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch_generator(seed, "noise", key))
+            parameter.add_(noise * (0.3 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5))
+    return model.to(dtype).eval()
+
+
+def ragged_store(lengths: tuple[int, ...] = (9, 1, 6, 4), seed: int = 0) -> TokenStore:
+    """Examples of these many inputs, whose targets are learned here and there, and at the end."""
+    generator = torch_generator(seed, "examples")
+    examples = []
+    for length in lengths:
+        ids = torch.randint(VOCABULARY, (length + 1,), generator=generator).tolist()
+        learned = (torch.rand(length + 1, generator=generator) < 0.5).tolist()
+        examples.append((ids, [False, *learned[1:-1], True]))
+    return TokenStore.from_lists(examples)
+
+
+def padded(store: TokenStore, indices: list[int] | range, side: str = "right") -> Batch:
+    return collate(store, indices, PAD, side)
+
+
+def packed(store: TokenStore, rows: list[list[int]], spare: int = 2) -> Batch:
+    """Several examples a row, each with its own segment and positions, and `spare` empty slots."""
+    width = max(sum(int(store.lengths[i]) for i in row) for row in rows) + spare
+    names = (
+        "tokens_BT",
+        "targets_BT",
+        "key_mask_BT",
+        "loss_mask_BT",
+        "positions_BT",
+        "segments_BT",
+    )
+    tensors = {n: torch.zeros(len(rows), width, dtype=torch.long) for n in names}
+    for b, row in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(row, start=1):
+            ids, learned = (torch.from_numpy(part.copy()) for part in store[index])
+            length = len(ids) - 1
+            values = (ids[:-1], ids[1:], 1, learned[1:].long(), torch.arange(length), segment)
+            for name, value in zip(names, values, strict=True):
+                tensors[name][b, start : start + length] = value
+            start += length
+    for name in ("key_mask_BT", "loss_mask_BT"):
+        tensors[name] = tensors[name].bool()
+    return Batch(**tensors, side="packed")
+
+
+def with_random_pads(batch: Batch, seed: int = 1) -> Batch:
+    """The same batch with other ids, tokens and targets, wherever no real token stands."""
+    generator = torch_generator(seed, "pads")
+
+    def fill(ids_BT: Tensor) -> Tensor:
+        noise = torch.randint(VOCABULARY, ids_BT.shape, generator=generator)
+        return torch.where(batch.key_mask_BT, ids_BT, noise)
+
+    return replace(batch, tokens_BT=fill(batch.tokens_BT), targets_BT=fill(batch.targets_BT))
+
+
+def batch_logits(model: Decoder, batch: Batch) -> Tensor:
+    """Logits of every slot, (B, T, V)."""
+    return model(
+        batch.tokens_BT, batch.positions_BT, batch.key_mask_BT, batch.segments_BT, batch.side
+    )
+
+
+def real_logits(model: Decoder, batch: Batch) -> list[Tensor]:
+    """The logits of each message on its real tokens, row by row and segment by segment."""
+    with torch.no_grad():
+        logits_BTV = batch_logits(model, batch)
+    return [
+        logits_BTV[b, segments == segment]
+        for b, segments in enumerate(batch.segments_BT)
+        for segment in segments[segments > 0].unique()
+    ]
+
+
+def row_logits(model: Decoder, tokens: Tensor | list[int]) -> Tensor:
+    """Logits (T, V) of one message alone, without padding or masks."""
+    tokens_1T = torch.as_tensor(tokens)[None]
+    with torch.no_grad():
+        return model(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0]
+
+
+def inputs(store: TokenStore, index: int) -> Tensor:
+    """The input tokens of one example: all but its last."""
+    return torch.from_numpy(store[index][0][:-1].copy())
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference; NaN and other shapes fail."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    largest = (actual.double() - expected.double()).abs().max().item()
+    assert not math.isnan(largest)
+    return largest

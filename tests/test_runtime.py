@@ -1,0 +1,56 @@
+import os
+import signal
+
+import pytest
+import torch
+
+from wherelm.runtime import (
+    autocast,
+    choose_device,
+    choose_precision,
+    keep_freed_memory,
+    stop_on_signals,
+)
+
+
+def test_auto_takes_a_device_that_is_here():
+    device = choose_device("auto")
+    assert torch.zeros(2, device=device).sum() == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_an_absent_device_is_one_line_that_names_the_present_ones():
+    with pytest.raises(ValueError, match=r"training\.device=cuda: not on this machine.*cpu"):
+        choose_device("cuda")
+
+
+def test_precision_given_by_name_is_kept():
+    cpu = torch.device("cpu")
+    assert choose_precision("bfloat16", cpu) == "bfloat16"
+    assert choose_precision("auto", cpu) in ("float32", "bfloat16")
+
+
+def test_autocast_multiplies_in_bfloat16_and_can_be_entered_again():
+    a = torch.ones(4, 4)
+    context = autocast("bfloat16", torch.device("cpu"))
+    for _ in range(2):
+        with context:
+            assert (a @ a).dtype == torch.bfloat16
+    with autocast("float32", torch.device("cpu")):
+        assert (a @ a).dtype == torch.float32
+
+
+def test_keeping_memory_never_fails():
+    keep_freed_memory()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_noted_and_handlers_come_back(number, code):
+    former = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.exit_code == code
+        assert signal.getsignal(number) is former
+    assert signal.getsignal(number) is former

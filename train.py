@@ -1,0 +1,103 @@
+"""Train a small language model on messages: python train.py [group=option key=value …]
+
+`python train.py --help` shows every group and key.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+ROOT = Path(__file__).resolve().parent
+RESUME = "resume="
+
+
+@hydra.main(config_path="configs", config_name="train", version_base="1.3")
+def main(values: DictConfig) -> None:
+    from wherelm import training
+    from wherelm.config import load_yaml, run_config
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    resume = values.pop("resume") is not None
+    if resume:
+        values = load_yaml(folder / "config.yaml")
+    else:
+        values = OmegaConf.to_container(values, resolve=True)
+    summary = training.fit(run_config(values), folder, ROOT, resume)
+    if summary["status"] == "interrupted":
+        print(f"stopped at step {summary['step']}; go on with: python train.py resume={folder}")
+        sys.exit(summary["exit_code"])
+
+
+def resume_arguments(arguments: Sequence[str]) -> list[str]:
+    """Hydra's arguments for `resume=RUN`: its folder, and no override that differs from it."""
+    from wherelm.config import load_yaml, with_overrides
+
+    run = Path(next(a for a in arguments if a.startswith(RESUME)).removeprefix(RESUME))
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{RESUME}{run}: no run there; give a folder such as runs/NAME/TIME")
+    saved = load_yaml(run / "config.yaml")
+    for pair in (a for a in arguments if not a.startswith(RESUME)):
+        if with_overrides(saved, [pair]) != saved:
+            raise ValueError(
+                f"{pair}: differs from the run's own {run / 'config.yaml'}, which resuming keeps; "
+                "leave it out, or start a new run"
+            )
+    quoted = str(run.resolve()).replace("'", "\\'")
+    return ["resume=true", f"hydra.run.dir='{quoted}'"]
+
+
+def check_grammar(arguments: Sequence[str]) -> None:
+    """ValueError for the first argument that is no override, named (Hydra's message may not)."""
+    parser = OverridesParser.create()
+    for argument in (a for a in arguments if not a.startswith("-")):
+        try:
+            parser.parse_override(argument)
+        except (HydraException, ValueError) as error:
+            raise ValueError(
+                f"{argument}: expected key=value or group=option; write values with commas, "
+                f"brackets, spaces or equals signs in quotes: 'key=\"…\"'"
+            ) from error
+
+
+def explain(error: Exception) -> str:
+    """Hydra's messages of several lines as one that names the key and what is accepted."""
+    from wherelm.config import unknown_key
+
+    cause = error.__cause__ or error
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        parent = cause.parent_node
+        accepted = [str(k) for k in parent if k != "hydra"] if OmegaConf.is_dict(parent) else []
+        return unknown_key(cause.full_key, accepted)
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: no such option; expected one of {', '.join(error.options)}"
+    return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def command() -> int:
+    # With this set Hydra raises what it would otherwise print over several lines.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        if any(argument.startswith(RESUME) for argument in sys.argv[1:]):
+            sys.argv[1:] = resume_arguments(sys.argv[1:])
+        check_grammar(sys.argv[1:])
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())
