@@ -25,12 +25,15 @@ def main(values: DictConfig) -> None:
     from wherelm.config import load_yaml, run_config
 
     folder = Path(HydraConfig.get().runtime.output_dir)
-    resume = values.pop("resume") is not None
-    if resume:
-        values = load_yaml(folder / "config.yaml")
-    else:
-        values = OmegaConf.to_container(values, resolve=True)
-    summary = training.fit(run_config(values), folder, ROOT, resume)
+    composed = OmegaConf.to_container(values, resolve=True)
+    resume = composed.pop("resume") is not None
+    # Caught here, for Hydra prints a line of its own for what leaves this function.
+    try:
+        config = run_config(load_yaml(folder / "config.yaml") if resume else composed)
+        summary = training.fit(config, folder, ROOT, resume)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     if summary["status"] == "interrupted":
         print(f"stopped at step {summary['step']}; go on with: python train.py resume={folder}")
         sys.exit(summary["exit_code"])

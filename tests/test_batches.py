@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from wherelm.batches import POOL, Sampler, TokenStore, collate, cut, token_ledger
+from wherelm.batches import POOL, Sampler, TokenStore, collate, cut, padding_ledger
 
 PAD = 0
 STORE = TokenStore.from_lists(
@@ -39,7 +39,9 @@ def test_left_padding_keeps_every_position_of_the_message():
 
 
 def test_masks_come_from_lengths_and_not_from_ids():
-    store = TokenStore.from_lists([([1, 0, 0, 2], [False, True, True, True]), ([1] * 6, [True] * 6)])
+    store = TokenStore.from_lists(
+        [([1, 0, 0, 2], [False, True, True, True]), ([1] * 6, [True] * 6)]
+    )
     batch = collate(store, [0, 1], PAD)
     assert batch.key_mask_BT[0].tolist() == [True, True, True, False, False]
     assert batch.loss_mask_BT[0].tolist() == [True, True, True, False, False]
@@ -64,7 +66,7 @@ def test_an_epoch_holds_every_example_once(batching):
 def test_bucketing_leaves_little_padding():
     store = many(4 * POOL)
     shares = {
-        batching: token_ledger(store, Sampler(store.lengths, 4096, batching, 1).batches_of(0))
+        batching: padding_ledger(store, Sampler(store.lengths, 4096, batching, 1).batches_of(0))
         for batching in ("bucketed", "padded")
     }
     assert shares["bucketed"]["padding_share"] < 0.05 < shares["padded"]["padding_share"]

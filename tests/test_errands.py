@@ -316,7 +316,21 @@ def test_the_two_sentences_that_differ_in_order_alone_have_different_replies(cor
 
 def test_what_is_said_besides_the_order_says_nothing_of_it():
     order_words = set(
-        "before after ahead first last then once until soon when only afterwards next".split()
+        [
+            "before",
+            "after",
+            "ahead",
+            "first",
+            "last",
+            "then",
+            "once",
+            "until",
+            "soon",
+            "when",
+            "only",
+            "afterwards",
+            "next",
+        ]
     )
     verbs = {form for verb, forms in make_errands.VERBS.items() for form in (verb, *forms)}
     neutral = make_errands.FILLERS + make_errands.OPENERS + make_errands.CLOSERS

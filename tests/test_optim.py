@@ -62,7 +62,9 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         u, values, vh = torch.linalg.svd(matrices, full_matrices=False)
         turned = u.mT @ orthogonalize(matrices) @ vh.mT
-        assert torch.allclose(turned, torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1)), atol=1e-4)
+        assert torch.allclose(
+            turned, torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1)), atol=1e-4
+        )
         # The five polynomials are made for values down to about a hundredth of the norm.
         large = values > 0.01 * matrices.norm(dim=(-2, -1))[:, None]
         assert large.float().mean() > 0.9

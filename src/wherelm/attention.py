@@ -104,7 +104,7 @@ def attend(
     bias_BHTS: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The same as `attend_textbook`, by torch's fused kernel. `bias_BHTS` already holds the mask."""
+    """As `attend_textbook`, by torch's fused kernel; `bias_BHTS` already holds the mask."""
     if q_BHTK.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # torch's bfloat16 attention is many times slower than float32 on short rows on a CPU.
         with torch.autocast("cpu", enabled=False):

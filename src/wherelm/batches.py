@@ -102,7 +102,7 @@ class TokenStore:
 def collate(
     store: TokenStore, indices: Sequence[int] | np.ndarray, pad: int, side: str = "right"
 ) -> Batch:
-    """One row an example, padded to the longest of them with the id `pad`. Masks come from lengths."""
+    """One row an example, padded to the longest with the id `pad`. Masks come from lengths."""
     assert side in ("right", "left"), side
     indices = np.asarray(indices)
     starts, lengths = store.offsets[indices], store.lengths[indices]
@@ -190,14 +190,15 @@ class Sampler:
         return self.epoch + self.position / self.batches_an_epoch
 
 
-def token_ledger(store: TokenStore, batches: list[np.ndarray]) -> dict:
-    """What one epoch of these batches is made of, in tokens."""
+def token_ledger(store: TokenStore) -> dict[str, int]:
+    """Input slots of a store whose next token is learned, and those that are only read."""
     real = int(store.lengths.sum())
     supervised = int(store.trained_positions().sum())
+    return {"supervised": supervised, "read_only": real - supervised}
+
+
+def padding_ledger(store: TokenStore, batches: Sequence[np.ndarray]) -> dict[str, float]:
+    """Empty slots that one epoch of these batches holds, and their share of all slots."""
+    real = int(store.lengths.sum())
     slots = sum(len(batch) * int(store.lengths[batch].max()) for batch in batches)
-    return {
-        "supervised": supervised,
-        "read_only": real - supervised,
-        "padding": slots - real,
-        "padding_share": round(1 - real / slots, 4) if slots else 0.0,
-    }
+    return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

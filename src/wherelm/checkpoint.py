@@ -1,4 +1,4 @@
-"""One self-contained folder a checkpoint: tensors in safetensors, everything else in JSON and YAML."""
+"""A checkpoint is one self-contained folder: safetensors, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def save(
     state: Mapping[str, Any],
     optimizer: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes the folder beside its place and renames it, so that it is there whole or not at all."""
+    """Writes the folder beside its place and renames it: it is there whole or not at all."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -75,7 +76,10 @@ def load(folder: Path) -> Loaded:
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
-    weights = load_file(folder / WEIGHTS)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS}: damaged ({error}); take another copy") from error
     parameters = dict(model.named_parameters())
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
@@ -91,7 +95,9 @@ def load_weights(model: Decoder, folder: Path) -> None:
 
 def load_optimizer(folder: Path) -> dict[str, Tensor]:
     if not (folder / OPTIMIZER).is_file():
-        raise ValueError(f"{folder}: holds weights alone, without {OPTIMIZER}, and cannot be resumed")
+        raise ValueError(
+            f"{folder}: holds weights alone, without {OPTIMIZER}, and cannot be resumed"
+        )
     return load_file(folder / OPTIMIZER)
 
 
@@ -112,9 +118,17 @@ def best(run: Path) -> Path:
     return min(found, key=lambda path: load_state(path)["validation_loss"])
 
 
+def last(run: Path) -> Path:
+    """The newest checkpoint; ValueError where the run has none."""
+    found = checkpoints(run)
+    if not found:
+        raise ValueError(f"{run}: this run has no checkpoint yet, so there is nothing to resume")
+    return found[-1]
+
+
 def keep_best_and_last(run: Path) -> None:
     found = checkpoints(run)
-    for path in set(found) - {best(run), found[-1]}:
+    for path in set(found) - {best(run), last(run)}:
         shutil.rmtree(path)
 
 
@@ -130,7 +144,9 @@ def find(path: str | Path | None, root: Path) -> Path:
         if (path / "checkpoints").is_dir():
             return best(path)
         what = "holds no checkpoint" if path.exists() else "does not exist"
-        raise ValueError(f"{path}: {what}; give a run folder such as runs/NAME/TIME, or a checkpoint")
+        raise ValueError(
+            f"{path}: {what}; give a run folder such as runs/NAME/TIME, or a checkpoint"
+        )
     runs = {found.parents[1] for found in (root / "runs").glob("*/*/checkpoints/step-*")}
     for run in sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True):
         if checkpoints(run):

@@ -169,7 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = pipeline.prepare(config, project_root(), splits, loaded.tokenizer)
             figures = {
                 split: evaluate(
-                    loaded.model, data.stores[split], loaded.tokenizer, config.evaluation.batch_tokens
+                    loaded.model,
+                    data.stores[split],
+                    loaded.tokenizer,
+                    config.evaluation.batch_tokens,
                 )
                 for split in splits
             }

@@ -65,7 +65,7 @@ class ModelConfig:
 
     @property
     def inner_width(self) -> int:
-        """F: as given, else 4 D, or 8/3 D (to a multiple of 32) for the three matrices of SwiGLU."""
+        """F: as given, else 4 D, or for the three matrices of SwiGLU 8/3 D in steps of 32."""
         if self.mlp_width is not None:
             return self.mlp_width
         return round(8 * self.width / 3 / 32) * 32 if self.mlp == "swiglu" else 4 * self.width
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         packed messages apart, `side` is where the padding is. With a cache the T tokens follow
         the ones that it holds.
         """
-        batch, length = tokens_BT.shape
+        length = tokens_BT.shape[1]
         positions_BT = self.scheme.place(positions_BT)
         k_positions_BS, keys = positions_BT, length
         if cache is not None:

@@ -162,7 +162,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def adamw(model: nn.Module, config: AdamWConfig) -> list[torch.optim.Optimizer]:
-    """"Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019)."""
+    """ "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019)."""
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
@@ -174,7 +174,12 @@ def adamw(model: nn.Module, config: AdamWConfig) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: nn.Module, config: MuonConfig) -> list[torch.optim.Optimizer]:
-    groups: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "head": [], "vector": []}
+    groups: dict[str, list[nn.Parameter]] = {
+        "matrix": [],
+        "embedding": [],
+        "head": [],
+        "vector": [],
+    }
     for name, parameter in model.named_parameters():
         if name.startswith("blocks.") and parameter.ndim == 2:
             groups["matrix"].append(parameter)
@@ -185,7 +190,11 @@ def muon(model: nn.Module, config: MuonConfig) -> list[torch.optim.Optimizer]:
         else:
             groups["vector"].append(parameter)
     rest = [
-        {"params": groups[kind], "lr": getattr(config, f"{kind}_learning_rate"), "weight_decay": 0.0}
+        {
+            "params": groups[kind],
+            "lr": getattr(config, f"{kind}_learning_rate"),
+            "weight_decay": 0.0,
+        }
         for kind in ("embedding", "head", "vector")
         if groups[kind]
     ]
@@ -216,7 +225,7 @@ class Optimizer:
         self.peak = config.learning_rate
 
     def step(self, progress: float, clip: float | None) -> float:
-        """One update at this share of training; returns the norm of the gradient before clipping."""
+        """One update at this share of training; returns the gradient's norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), clip or math.inf)
         factor = learning_rate_factor(self.schedule, progress)
         self.learning_rate = self.peak * factor

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wherelm.batches import TokenStore, token_ledger
+from wherelm.batches import TokenStore, padding_ledger, token_ledger
 from wherelm.config import RunConfig
 from wherelm.sources import load_examples
 from wherelm.tokenizer import Tokenizer, tokenize
@@ -27,12 +27,13 @@ class Data:
 def prepare(
     config: RunConfig, root: Path, splits: Sequence[str], tokenizer: Tokenizer | None = None
 ) -> Data:
-    """Reads and tokenises the named splits; trains the tokeniser on train if none is given."""
-    examples = load_examples(config.data, root)
+    """Reads and tokenises the named splits; the tokeniser comes from train if none is given."""
+    wanted = list(dict.fromkeys(splits))
+    examples = load_examples(config.data, root, wanted)
     if tokenizer is None:
         tokenizer = Tokenizer.build(config.tokenizer, examples["train"], root)
     stores, ledger = {}, {}
-    for split in dict.fromkeys(splits):
+    for split in wanted:
         dataset, counts = tokenize(
             examples[split],
             tokenizer,
@@ -41,15 +42,48 @@ def prepare(
             context=config.model.context,
         )
         stores[split] = TokenStore.from_dataset(dataset)
-        ledger[split] = examples[split].counts | counts
+        ledger[split] = {"messages": examples[split].counts, "rows": counts}
     return Data(tokenizer, stores, ledger)
 
 
-def full_ledger(data: Data, batches: list[np.ndarray]) -> dict[str, Any]:
-    """The ledger with tokens: `batches` is the first epoch of training."""
-    tokens = {
-        split: token_ledger(store, batches if split == "train" else [])
-        for split, store in data.stores.items()
-    }
-    ledger = {split: counts | {"tokens": tokens[split]} for split, counts in data.ledger.items()}
+def full_ledger(data: Data, batches: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The ledger with tokens, and how often each position is trained in an epoch of `batches`."""
+    ledger = {}
+    for split, counts in data.ledger.items():
+        ledger[split] = counts | {"tokens": token_ledger(data.stores[split])}
+    ledger["train"]["tokens"] |= padding_ledger(data.stores["train"], batches)
     return ledger | {"trained_positions": data.stores["train"].trained_positions().tolist()}
+
+
+def ledger_table(ledger: dict[str, Any]) -> str:
+    """What was read, kept and left out of each split, and its tokens, as aligned text."""
+    columns = {
+        "read": ("messages", "read"),
+        "empty": ("messages", "empty"),
+        "malformed": ("messages", "malformed"),
+        "too long": ("rows", "too_long"),
+        "truncated": ("rows", "truncated"),
+        "rows": ("rows", "pieces"),
+        "in train": ("messages", "in_train"),
+        "supervised": ("tokens", "supervised"),
+        "read only": ("tokens", "read_only"),
+    }
+    lines = [f"{'':12}" + "".join(f"{name:>11}" for name in columns)]
+    for split, counts in ledger.items():
+        if split == "trained_positions":
+            continue
+        cells = [counts[part].get(key) for part, key in columns.values()]
+        shown = ["-" if cell is None else f"{cell:,}" for cell in cells]
+        lines.append(f"{split:12}" + "".join(f"{cell:>11}" for cell in shown))
+        lines += [f"  skipped {place}" for place in counts["messages"]["first_malformed"]]
+    positions = np.array(ledger["trained_positions"])
+    share = ledger["train"]["tokens"]["padding_share"]
+    lines.append(
+        f"padding {share:.1%} of all slots; targets at positions {np.flatnonzero(positions)[0]} to "
+        f"{len(positions) - 1}, half of them before {_median(positions)}"
+    )
+    return "\n".join(lines)
+
+
+def _median(histogram: np.ndarray) -> int:
+    return int(np.searchsorted(histogram.cumsum(), histogram.sum() / 2))

@@ -16,7 +16,11 @@ DEVICES = ("auto", "cuda", "mps", "cpu")
 
 def choose_device(name: str) -> torch.device:
     """`auto` takes cuda, else mps, else the CPU."""
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if name == "auto":
         return torch.device(next(kind for kind, present in here.items() if present))
     if not here[name]:

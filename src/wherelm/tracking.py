@@ -27,12 +27,11 @@ class Tracker:
             cut_back(self.path, resumed_at)
         self._file = self.path.open("a" if resumed_at is not None else "w", encoding="utf-8")
         self._wandb = start_wandb(folder, config) if config.tracking.name == "wandb" else None
+        # No `{postfix}` of the library's: it puts a comma in front.
         self._bar = tqdm(
             total=100.0,
-            initial=0.0,
             disable=not sys.stderr.isatty(),
-            bar_format="{percentage:3.0f}%|{bar:20}| {postfix[0]} [{elapsed}<{remaining}]",
-            postfix=[""],
+            bar_format="{percentage:3.0f}% |{bar:20}| {desc}[{elapsed}<{remaining}]",
             dynamic_ncols=True,
         )
 
@@ -47,7 +46,7 @@ class Tracker:
 
     def progress(self, share: float, line: str) -> None:
         """Moves the bar to this share of the run; its remaining time follows from that."""
-        self._bar.postfix[0] = line
+        self._bar.set_description_str(f"{line} ", refresh=False)
         self._bar.update(100 * share - self._bar.n)
 
     def close(self) -> None:
@@ -77,7 +76,9 @@ def start_wandb(folder: Path, config: RunConfig) -> Any:
     os.environ.setdefault("WANDB_SILENT", "true")
     mode = config.tracking.mode
     if mode == "online" and not wandb.api.api_key:
-        log.warning("wandb: no API key, so this run is kept offline (wandb login; wandb sync later)")
+        log.warning(
+            "wandb: no API key, so this run is kept offline (wandb login; wandb sync later)"
+        )
         mode = "offline"
     try:
         return _init_wandb(wandb, folder, config, mode)
@@ -109,7 +110,9 @@ def draw_curve(folder: Path) -> None:
     train = [line for line in lines if "split" not in line]
     axes.plot([p["targets"] for p in train], [p["loss"] for p in train], label="training", lw=0.8)
     watched = [line for line in lines if line.get("split") == "validation"]
-    axes.plot([p["targets"] for p in watched], [p["loss"] for p in watched], "o-", label="validation")
+    axes.plot(
+        [p["targets"] for p in watched], [p["loss"] for p in watched], "o-", label="validation"
+    )
     axes.set(xlabel="supervised tokens", ylabel="loss (nats a token)", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)

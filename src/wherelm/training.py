@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -80,7 +81,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             step_started = time.perf_counter()
             targets = int(sum(store[i][1][1:].sum() for i in indices))
             done = share_done(config, state.step + 1, state.targets + targets, sampler)
-            loss = accumulate(model, store, indices, data.tokenizer.pad, config, state.step, autocast)
+            loss = accumulate(model, store, indices, data, config, state.step, autocast)
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss is {loss} at step {state.step + 1}: lower optimizer.learning_rate, "
@@ -144,8 +145,8 @@ def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> 
 def accumulate(
     model: Decoder,
     store: TokenStore,
-    indices: Any,
-    pad: int,
+    indices: np.ndarray,
+    data: pipeline.Data,
     config: RunConfig,
     step: int,
     autocast: Any,
@@ -157,7 +158,9 @@ def accumulate(
     """
     device = model.embedding.weight.device
     budget = config.training.micro_tokens or config.training.batch_tokens
-    micro_batches = [collate(store, rows, pad) for rows in cut(store.lengths, indices, budget)]
+    micro_batches = [
+        collate(store, rows, data.tokenizer.pad) for rows in cut(store.lengths, indices, budget)
+    ]
     targets = sum(batch.targets for batch in micro_batches)
     total = torch.zeros((), device=device)
     for number, batch in enumerate(micro_batches):
@@ -208,7 +211,7 @@ def save(
     checkpoint.keep_best_and_last(folder)
 
 
-def chained_hash(former: str, indices: Any) -> str:
+def chained_hash(former: str, indices: np.ndarray) -> str:
     """A hash over all batches so far: equal hashes mean equal batches in equal order."""
     return hashlib.sha256(former.encode() + indices.astype("int64").tobytes()).hexdigest()
 

@@ -16,7 +16,7 @@ Role = Literal["query", "key"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a scheme may know of the decoder that it serves; `context` is the trained length in tokens."""
+    """What a scheme may know of its decoder; `context` is the trained length in tokens."""
 
     width: int
     heads: int
@@ -59,12 +59,14 @@ class PositionScheme(nn.Module):
         return None
 
     def token_value(self, x_BTD: Tensor) -> Tensor | None:
-        """A value of each token for each head, (B, H, T), from a layer's input; the cache keeps it."""
+        """A value of each token and head, (B, H, T), from a layer's input; the cache keeps it."""
         return None
 
     def value_bias(self, values_BHS: Tensor, queries: int) -> Tensor:
-        """The bias (B, H, T, S) that follows from the values of all S keys for the last T of them."""
-        raise NotImplementedError(f"{type(self).__name__} gives tokens values but no bias from them")
+        """The bias (B, H, T, S) of the last T slots over all S, from the values of all."""
+        raise NotImplementedError(
+            f"{type(self).__name__} gives tokens values but no bias from them"
+        )
 
     def for_layer(self, layer: int) -> PositionScheme:
         """The scheme of one layer."""

@@ -144,7 +144,9 @@ class Kerple(PositionScheme):
         uniform_H = torch.rand(self.shape.heads, generator=generator).clamp(min=0.01)
         if name == "raw1_H":
             return (2 * uniform_H).expm1().log()
-        return torch.zeros_like(uniform_H) if self.config.form == "power" else uniform_H.expm1().log()
+        return (
+            torch.zeros_like(uniform_H) if self.config.form == "power" else uniform_H.expm1().log()
+        )
 
 
 class Fire(PositionScheme):

@@ -17,7 +17,7 @@ from wherelm.schemes.base import PositionScheme, Role, Shape, float64_positions
 
 
 def rotary_frequencies(width: int, base: float) -> Tensor:
-    """Angle in radians for each step of position, one for each pair of `width`: base^(-2i/width)."""
+    """Radians for each step of position, one for each pair of `width`: base^(-2i/width)."""
     return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
@@ -168,6 +168,11 @@ class Rope(PositionScheme):
             frequencies_P = scale(frequencies_P, config.factor, config.base, self.shape.context)
         return frequencies_P[: int(config.p * len(frequencies_P))]
 
+    def place(self, positions_BT: Tensor) -> Tensor:
+        # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
+        self.positions_BT = None
+        return positions_BT
+
     def table(self, positions_BT: Tensor) -> Tensor:
         """The rotations at these positions; every layer of a forward pass asks for the same."""
         if positions_BT is not self.positions_BT:
@@ -194,9 +199,9 @@ class Rope(PositionScheme):
         lines = []
         if slow * 2 > len(self.frequencies_P):
             lines.append(
-                f"position.base={self.config.base:g}: {slow} of {len(self.frequencies_P)} pairs turn "
-                f"less than one radian over model.context={context}; a smaller base lets them tell "
-                "positions apart"
+                f"position.base={self.config.base:g}: {slow} of {len(self.frequencies_P)} pairs "
+                f"turn less than one radian over model.context={context}; a smaller base lets "
+                "them tell positions apart"
             )
         turns = context / (2 * math.pi)
         if self.config.scaling == "yarn" and turns < yarn_turns(context):
@@ -233,6 +238,11 @@ class Pope(PositionScheme):
         self.frequencies_K = rotary_frequencies(2 * shape.head_width, config.base)
         self.delta_HK = nn.Parameter(torch.empty(shape.heads, shape.head_width))
         self.positions_BT: Tensor | None = None
+
+    def place(self, positions_BT: Tensor) -> Tensor:
+        # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
+        self.positions_BT = None
+        return positions_BT
 
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
         if positions_BT is not self.positions_BT:
