@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent
 RESUME = "resume="
 
 
-@hydra.main(config_path="configs", config_name="train", version_base="1.3")
+@hydra.main(config_path=str(ROOT / "configs"), config_name="train", version_base="1.3")
 def main(values: DictConfig) -> None:
     from wherelm import training
     from wherelm.config import load_yaml, run_config
@@ -62,7 +62,9 @@ def check_grammar(arguments: Sequence[str]) -> None:
     parser = OverridesParser.create()
     for argument in (a for a in arguments if not a.startswith("-")):
         try:
-            parser.parse_override(argument)
+            override = parser.parse_override(argument)
+            if not override.key_or_group or override.is_delete():
+                raise ValueError("no key, or one taken away")
         except (HydraException, ValueError) as error:
             raise ValueError(
                 f"{argument}: expected key=value or group=option; write values with commas, "

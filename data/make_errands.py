@@ -213,10 +213,14 @@ class Thing:
 
 
 def split_of(chain: Sequence[str]) -> str:
-    """The only split that may hold this chain of objects (all chains of five or more: longer)."""
+    """The only split that may hold this chain of objects.
+
+    All orders of the same objects share a split: if one order were in training and another in test,
+    remembering the objects alone would say which orders are left. Five or more make it longer's.
+    """
     if len(chain) > max(TRAINED_LENGTHS):
         return "longer"
-    digest = hashlib.sha256(" ".join(chain).encode()).digest()
+    digest = hashlib.sha256(" ".join(sorted(chain)).encode()).digest()
     left = int.from_bytes(digest[:4], "big") / 2**32
     for name, split in SPLITS.items():
         left -= split.share
@@ -274,7 +278,7 @@ def sentences(dice: Dice, clauses: Sequence[str]) -> list[str]:
         if dice.random() < 0.06 and clause.split()[0] in (*VERBS, "do", "deal"):
             clause = f"please {clause}"
         if written and not joined and chance < 0.15:
-            plain = "," not in clause and "," not in written[-1]
+            plain = not re.search(r",| and ", clause + written[-1])
             link = ", and " if plain and dice.random() < 0.6 else "; "
             written[-1] = written[-1][:-1] + link + clause + "."
             joined = True

@@ -159,7 +159,9 @@ class Sampler:
     seed: int
     epoch: int = 0
     position: int = 0
-    batches_an_epoch: int = 1
+
+    def __post_init__(self):
+        self._batches = self.batches_of(self.epoch)
 
     def batches_of(self, epoch: int) -> list[np.ndarray]:
         """All batches of one epoch, in order."""
@@ -177,17 +179,16 @@ class Sampler:
     def __iter__(self) -> Iterator[np.ndarray]:
         """Goes on from (epoch, position), without end; the state then names the next batch."""
         while True:
-            batches = self.batches_of(self.epoch)
-            self.batches_an_epoch = len(batches)
-            while self.position < len(batches):
+            while self.position < len(self._batches):
                 self.position += 1
-                yield batches[self.position - 1]
+                yield self._batches[self.position - 1]
             self.epoch, self.position = self.epoch + 1, 0
+            self._batches = self.batches_of(self.epoch)
 
     @property
     def epochs_done(self) -> float:
         """Epochs handed out so far, the present one as the share of its batches."""
-        return self.epoch + self.position / self.batches_an_epoch
+        return self.epoch + self.position / len(self._batches)
 
 
 def token_ledger(store: TokenStore) -> dict[str, int]:

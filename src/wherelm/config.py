@@ -39,10 +39,8 @@ class TrainingConfig:
         lengths = {key: getattr(self, key) for key in ("steps", "epochs", "tokens")}
         given = {key: value for key, value in lengths.items() if value is not None}
         if len(given) != 1:
-            raise ValueError(
-                f"training.steps={self.steps}, training.epochs={self.epochs}, training.tokens="
-                f"{self.tokens}: expected exactly one of them (set the others to null)"
-            )
+            shown = ", ".join(f"training.{key}={given.get(key, 'null')}" for key in lengths)
+            raise ValueError(f"{shown}: expected exactly one of them (set the others to null)")
         positive = ("batch_tokens", "micro_tokens", "threads", "clip", *given)
         _expect_positive("training", self, positive)
         _expect_option("training.batching", self.batching, BATCHINGS)
@@ -161,6 +159,8 @@ def typed(kind: type, values: Any, path: str) -> Any:
 def unknown_key(key: str, accepted: Sequence[str]) -> str:
     """The one line that answers a key that does not exist."""
     *groups, last = key.split(".")
+    if not accepted:
+        return f"{key}: no such key, for {'.'.join(groups)} is a value and has none"
     near = difflib.get_close_matches(last, accepted, n=1)
     guess = f"; did you mean {'.'.join([*groups, near[0]])}?" if near else ""
     where = ".".join(groups) or "the configuration"

@@ -162,8 +162,8 @@ def check_encodable(text: str, name: str = "the text") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} is not valid UTF-8: U+{ord(text[error.start]):04X} at character "
-            f"{error.start + 1} stands for half a character or a broken byte"
+            f"{name} is not valid UTF-8: U+{ord(text[error.start]):04X} stands for half a "
+            "character or a broken byte"
         ) from error
 
 

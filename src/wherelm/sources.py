@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("messages", "stream")
 OVERFLOWS = ("truncate", "split", "skip")
 SPLITS = ("train", "validation", "test")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+COUNTED = ("read", "kept", "empty", "malformed", "held_out", "over_limit")
 SHOWN_MALFORMED = 5
 
 
@@ -60,6 +64,8 @@ class DataConfig:
             if getattr(self, key) not in accepted:
                 expected = ", ".join(accepted)
                 raise ValueError(f"data.{key}={getattr(self, key)}: expected one of {expected}")
+        if self.format == "stream" and self.overflow != "split":
+            raise ValueError(f"data.overflow={self.overflow}: expected split for a stream")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction}: expected a share between 0 "
@@ -154,15 +160,15 @@ def _load(key: str, value: str, config: DataConfig, root: Path, cache: Path | No
                 for place, row in read_rows(file, path, config.format)
             )
         table, counts = _collect(rows, config)
+        if len(table) == 0:
+            first = "".join(f"; {place}" for place in counts["first_malformed"][:1])
+            raise ValueError(
+                f"{key}={value}: no usable message: {counts['read']} read, {counts['empty']} "
+                f"empty, {counts['malformed']} malformed{first}"
+            )
         return datasets.Dataset(table, fingerprint=name[:16]), counts
 
     dataset, counts = stored(cache, f"examples-{name[:32]}", build)
-    if len(dataset) == 0:
-        first = "".join(f"; {place}" for place in counts["first_malformed"][:1])
-        raise ValueError(
-            f"{key}={value}: no usable message: {counts['read']} read, {counts['empty']} empty, "
-            f"{counts['malformed']} malformed{first}"
-        )
     return Examples(dataset, counts, name, cache)
 
 
@@ -173,27 +179,25 @@ def find_files(
 
     ValueError names the configuration's key and what it would accept.
     """
-    places = [Path(), root] if not Path(value).expanduser().is_absolute() else [Path()]
+    given = Path(value).expanduser()
+    places = [Path()] if given.is_absolute() else [Path(), root]
     for place in places:
-        path = place / Path(value).expanduser()
+        path = place / given
         if path.is_file():
-            if suffix(path) not in readers(config.format):
-                raise ValueError(
-                    f"{key}={value}: unknown kind of file; expected {_accepted(config)}"
-                )
-            return [(value, path)]
+            if suffix(path) in readers(config.format):
+                return [(value, path)]
+            raise ValueError(f"{key}={value}: unknown kind of file; expected {_accepted(config)}")
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-            base = path
+            found = [given / p.relative_to(path) for p in path.rglob("*") if not _hidden(p, path)]
         elif glob.has_magic(value):
-            found = sorted(map(Path, glob.glob(str(path), recursive=True)))
-            base = None
+            found = map(Path, glob.glob(str(given), root_dir=place, recursive=True))
         else:
             continue
-        usable = [p for p in found if p.is_file() and suffix(p) in readers(config.format)]
-        if usable:
-            return [(str(Path(value) / p.relative_to(base) if base else p), p) for p in usable]
-        if base or place is places[-1]:
+        named = [(str(p), place / p) for p in sorted(found) if suffix(p) in readers(config.format)]
+        files = [(name, path) for name, path in named if path.is_file()]
+        if files:
+            return files
+        if path.is_dir() or place is places[-1]:
             raise ValueError(f"{key}={value}: no file there ends in {_suffixes(config.format)}")
     parent = value.split("/")[0]
     local = any((place / parent).is_dir() for place in places)
@@ -208,6 +212,8 @@ def _from_hub(key: str, value: str) -> datasets.Dataset:
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
+    # Without a network the hub's client tries for many seconds before it gives up.
+    log.info("%s=%s: no such file, so asking the Hugging Face hub for it", key, value)
     name, _, split = value.partition(":")
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()
@@ -230,7 +236,7 @@ def _collect(
     contents: list[str] = []
     ends = [0]
     hashes: list[int] = []
-    counts: dict[str, Any] = {"read": 0, "kept": 0, "empty": 0, "malformed": 0}
+    counts: dict[str, Any] = dict.fromkeys(COUNTED, 0)
     first_malformed: list[str] = []
     for place, row in rows:
         counts["read"] += 1
@@ -323,7 +329,7 @@ def _split_off(train: Examples, config: DataConfig) -> tuple[Examples, Examples]
         for number, table in enumerate(tables)
     )
     counts = train.counts | {"kept": len(rest), "held_out": moved}
-    validation_counts = dict.fromkeys(("empty", "malformed"), 0) | {
+    validation_counts = dict.fromkeys(COUNTED, 0) | {
         "read": len(validation),
         "kept": len(validation),
         "first_malformed": [],
@@ -351,8 +357,10 @@ def _with_duplicates(name: str, splits: dict[str, Examples]) -> Examples:
     shared = None
     if name != "train" and "train" in splits:
         shared = int(np.isin(hashes, _hashes(splits["train"])).sum())
-    counts = {"held_out": 0, "over_limit": 0} | examples.counts
-    counts |= {"repeated": len(hashes) - len(np.unique(hashes)), "in_train": shared}
+    counts = examples.counts | {
+        "repeated": len(hashes) - len(np.unique(hashes)),
+        "in_train": shared,
+    }
     return Examples(examples.dataset, counts, examples.key, examples.cache)
 
 

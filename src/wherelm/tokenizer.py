@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from wherelm.cache import key_of, stored, stored_text
 from wherelm.messages import Span, check_encodable, messages_of, spans
+from wherelm.vocabulary import (
+    BYTE_OF,
+    CONTROL,
+    OWN_PRE_TOKENIZERS,
+    SMALLEST_BPE,
+    WORDS,
+    byte_level_backend,
+    character_backend,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -27,17 +35,10 @@ if TYPE_CHECKING:
 
     from wherelm.sources import Examples
 
-CONTROL = ("<PAD>", "<BOS>", "<EOS>", "<USER>", "<ASSISTANT>", "<SYSTEM>")
 KINDS = ("bpe", "bytes", "characters", "file")
-SMALLEST_BPE = len(CONTROL) + 256
 
-# GPT-4's pattern with three changes. Every piece has a longest length, because learning merges is
-# quadratic in the longest piece. Marks stay with their letters. No piece mixes letters with "<" or
-# ">", so that no merge can spell a control token.
-PIECES = r" ?[\p{L}\p{M}]{1,24}|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}(?!\S)|\s{1,8}"
-
-LONGEST_TRAINING = 4_000_000  # characters; more of them hardly change the merges, but cost seconds
-LONGEST_TEXT = 1 << 15  # characters encoded in one go; a longer text is cut, where it can at a line
+MOST_WORDS = 1 << 17  # kept with their ids at a time
+CHARACTERS_PER_TOKEN = 2048  # more text than this for each word of the vocabulary teaches little
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
-        # The library saves none of these three in tokenizer.json as it is needed here.
+        # The library does not save this one in tokenizer.json, so it is set on every load.
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -84,6 +85,8 @@ class Tokenizer:
         self._backend = backend
         content = backend.to_str()
         self._description: dict[str, Any] = json.loads(content)
+        self._word_ids: dict[str, list[int]] = {}
+        self._own = self._description["pre_tokenizer"] in OWN_PRE_TOKENIZERS
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._control = {name: backend.token_to_id(name) for name in CONTROL}
@@ -104,30 +107,32 @@ class Tokenizer:
         if config.kind == "file":
             return cls.load(Path(config.path))
         if config.kind == "characters":
-            return cls(_character_backend(texts))
+            return cls(character_backend(texts))
         size = SMALLEST_BPE if config.kind == "bytes" else config.vocab_size
-        return cls(_byte_level_backend(texts if config.kind == "bpe" else (), size))
+        return cls(byte_level_backend(texts if config.kind == "bpe" else (), size))
 
     @classmethod
     def build(cls, config: TokenizerConfig, examples: Examples, root: Path) -> Tokenizer:
         """`train` on the examples of the training split, kept in their cache.
 
-        Merges are learned from at most LONGEST_TRAINING characters: from every n-th example, for
-        the smallest n that suffices. A tokenizer's path counts from the working directory, else
-        from `root`.
+        Merges are learned from about CHARACTERS_PER_TOKEN characters for each word of the
+        vocabulary: from every n-th example, where there is more text. tokenizer.path counts from
+        the working directory, else from `root`.
         """
         if config.kind == "file":
             path = Path(config.path).expanduser()
             return cls.load(path if path.is_file() or not (root / path).is_file() else root / path)
 
         def content() -> str:
-            texts = [m.content for example in messages_of(examples.dataset) for m in example]
+            dataset = examples.dataset
             if config.kind == "bpe":
-                texts = texts[:: max(1, -(-sum(map(len, texts)) // LONGEST_TRAINING))]
+                every = -(-_characters_of(dataset) // (CHARACTERS_PER_TOKEN * config.vocab_size))
+                dataset = dataset.select(range(0, len(dataset), every))
+            texts = (message.content for example in messages_of(dataset) for message in example)
             return cls.train(config, texts)._backend.to_str()
 
         # Whoever changes how a tokenizer is trained must not meet one that was trained before.
-        code = Path(__file__).read_bytes()
+        code = Path(__file__).with_name("vocabulary.py").read_bytes()
         parts = (code, tokenizers.__version__, examples.key, config.kind, config.vocab_size)
         saved = stored_text(examples.cache, f"tokenizer-{key_of(*parts)[:32]}", content)
         return cls(tokenizers.Tokenizer.from_str(saved))
@@ -207,9 +212,8 @@ class Tokenizer:
             elif "ByteFallback" in steps and token.startswith("<0x") and len(token) == 6:
                 result.append(bytes([int(token[3:5], 16)]))
             else:
-                result.append(
-                    token.replace("▁", " ").encode() if steps != ["Fuse"] else token.encode()
-                )
+                # SentencePiece writes spaces as U+2581; our own alphabets hold it as itself.
+                result.append((token if self._own else token.replace("▁", " ")).encode())
         return result
 
     def _encode_flat(
@@ -227,18 +231,26 @@ class Tokenizer:
         return ids, learned, np.concatenate(([0], np.cumsum(lengths)))[spans_before]
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        pieces = [list(_pieces(text)) for text in texts]
-        flat = [piece for parts in pieces for piece in parts]
+        """Encodes each word once: the library needs microseconds for each, a lookup does not."""
+        if not self._own:
+            return self._encode_plainly(texts)
+        words = [WORDS.findall(text) for text in texts]
+        if len(self._word_ids) > MOST_WORDS:
+            self._word_ids.clear()
+        known = self._word_ids
+        new = list(dict.fromkeys(word for part in words for word in part if word not in known))
+        known.update(zip(new, self._encode_plainly(new), strict=True))
+        return [[id for word in part for id in known[word]] for part in words]
+
+    def _encode_plainly(self, texts: Sequence[str]) -> list[list[int]]:
+        """What the library makes of whole texts."""
         try:
-            encoded = self._backend.encode_batch_fast(flat, add_special_tokens=False)
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises no narrower class
             for text in texts:
                 self._check(text)
             raise AssertionError(f"the tokenizer failed: {error}") from error
-        if len(flat) == len(texts):
-            return [encoding.ids for encoding in encoded]
-        parts = iter(encoded)
-        return [[i for _ in cut for i in next(parts).ids] for cut in pieces]
+        return [encoding.ids for encoding in encoded]
 
     def _check(self, text: str) -> None:
         check_encodable(text)
@@ -283,7 +295,7 @@ class DecodeStream:
 def tokenize(
     examples: Examples, tokenizer: Tokenizer, *, learn: str, overflow: str, context: int
 ) -> tuple[datasets.Dataset, dict[str, int]]:
-    """A dataset with the columns `ids` (int32) and `learned` (bool), and counts of how it came about.
+    """A dataset with the columns `ids` (int32) and `learned` (bool), and counts of its making.
 
     An example may hold context + 1 tokens: context inputs, each with a next token as its target.
     One that is longer is cut at its end ("truncate"; it then has no <EOS>), cut into consecutive
@@ -298,6 +310,13 @@ def tokenize(
 
     def build() -> tuple[datasets.Dataset, dict[str, int]]:
         table, counts = _tokenized(examples.dataset, tokenizer, learn, overflow, context)
+        if len(table) == 0:
+            hint = "raise model.context" if learn == "all" else "data.learn=all learns every turn"
+            raise ValueError(
+                f"no example is left of {len(examples.dataset)}: {counts['too_long']} longer than "
+                f"model.context={context} under data.overflow={overflow}, "
+                f"{counts['nothing_learned']} without anything to learn ({hint})"
+            )
         return datasets.Dataset(table, fingerprint=name[:16]), counts
 
     # Whoever changes how spans are cut and encoded must not meet the results of before.
@@ -305,15 +324,7 @@ def tokenize(
         Path(__file__).with_name(f"{m}.py").read_bytes() for m in ("messages", "tokenizer")
     )
     name = key_of(code, examples.key, tokenizer.fingerprint, learn, overflow, context)
-    dataset, counts = stored(examples.cache, f"tokens-{name[:32]}", build)
-    if len(dataset) == 0:
-        hint = "data.learn=all learns every turn" if learn == "replies" else "raise model.context"
-        raise ValueError(
-            f"no example is left of {len(examples.dataset)}: {counts['too_long']} longer than "
-            f"model.context={context} under data.overflow={overflow}, {counts['nothing_learned']} "
-            f"without anything to learn ({hint})"
-        )
-    return dataset, counts
+    return stored(examples.cache, f"tokens-{name[:32]}", build)
 
 
 def _tokenized(
@@ -339,13 +350,13 @@ def _tokenized(
             for values in (ids, learned)
         ]
         tables.append(pa.table(lists, names=["ids", "learned"]))
-    return pa.concat_tables(tables).combine_chunks(), counts
+    return pa.concat_tables(tables), counts
 
 
 def _cuts(
     ends: np.ndarray, overflow: str, context: int, counts: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the pieces of a row of examples start and stop; example i is [ends[i] : ends[i + 1]]."""
+    """Where the pieces start and stop; example i is [ends[i] : ends[i + 1]]."""
     starts, stops = ends[:-1], ends[1:]
     long = stops - starts > context + 1
     if overflow == "truncate":
@@ -373,36 +384,11 @@ def _batches(examples: Iterable[list[Span]], size: int = 4096) -> Iterator[list[
         yield batch
 
 
-def _byte_level_backend(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE (Sennrich et al., 2016; Radford et al., 2019); without texts, plain bytes."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=list(CONTROL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    pieces = (piece for text in texts for piece in _pieces(text))
-    backend.train_from_iterator(pieces, trainer=trainer)
-    return backend
+def _characters_of(dataset: datasets.Dataset) -> int:
+    import pyarrow.compute as pc
 
-
-def _character_backend(texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """One token a character of the texts, in the order of their code points."""
-    alphabet = sorted(set().union(*map(set, texts)))
-    vocabulary = {token: id for id, token in enumerate([*CONTROL, *alphabet])}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return backend
+    turns = dataset.with_format("arrow")[:]["messages"].combine_chunks().flatten()
+    return pc.sum(pc.utf8_length(turns.field("content"))).as_py()
 
 
 def _add_control_tokens(backend: tokenizers.Tokenizer) -> None:
@@ -426,29 +412,5 @@ def _check_control_is_closed(backend: tokenizers.Tokenizer, description: dict[st
             raise ValueError(f"encodes the text {text!r} as a control token")
 
 
-def _pieces(text: str) -> Iterator[str]:
-    if len(text) <= LONGEST_TEXT:
-        yield text
-        return
-    start = 0
-    while start < len(text):
-        stop = start + LONGEST_TEXT
-        if stop < len(text):
-            stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop]
-        start = stop
-
-
-def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 def _shown(value: object) -> object:
     return "null" if value is None else value
-
-
-BYTE_OF = _byte_characters()

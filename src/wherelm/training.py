@@ -24,9 +24,11 @@ from wherelm.generate import write_samples
 from wherelm.model import Decoder, initialize, next_token_loss
 from wherelm.optim import Optimizer
 from wherelm.seeds import named_seed
-from wherelm.tracking import Tracker, draw_curve
+from wherelm.tracking import METRICS, Tracker, draw_curve
 
 log = logging.getLogger(__name__)
+
+SUMMARY = "summary.json"
 
 
 @dataclass
@@ -45,6 +47,7 @@ class State:
 def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
     """Trains into the run folder and returns what is written to its summary.json."""
     started = time.perf_counter()
+    check_folder(folder, resume)
     runtime.keep_freed_memory()
     torch.set_num_threads(config.training.threads or torch.get_num_threads())
     device = runtime.choose_device(config.training.device)
@@ -74,9 +77,10 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     )
     describe(config, folder, data, model, sampler, device, precision)
 
-    share, before = 0.0, state.seconds
+    share = share_done(config, state.step, state.targets, sampler)
+    before = state.seconds
     tracker = Tracker(folder, config, state.step if last else None)
-    with logging_redirect_tqdm([log.parent]), runtime.stop_on_signals() as stop:
+    with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
         for indices in sampler:
             step_started = time.perf_counter()
             targets = int(sum(store[i][1][1:].sum() for i in indices))
@@ -130,6 +134,18 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     draw_curve(folder)
     state.seconds = before + time.perf_counter() - started
     return summarize(folder, state, "complete", splits=figures)
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """ValueError where a run would be written over, or has nothing left to do."""
+    if not resume and (folder / METRICS).exists():
+        raise ValueError(
+            f"{folder}: holds a run already; go on with resume={folder}, or give another folder"
+        )
+    if resume and (folder / SUMMARY).exists():
+        summary = json.loads((folder / SUMMARY).read_text())
+        if summary["status"] == "complete":
+            raise ValueError(f"{folder}: this run is complete, with {summary['step']} steps")
 
 
 def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> float:
@@ -257,5 +273,5 @@ def describe(
 def summarize(folder: Path, state: State, status: str, **more: Any) -> dict[str, Any]:
     """What a program would read: written to summary.json and returned."""
     summary = {"status": status, **asdict(state), **more}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return summary

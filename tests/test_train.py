@@ -1,0 +1,146 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WRONG = {
+    "model.widht=3": "model.widht: no such key; did you mean model.width?",
+    "foo=1": "foo: no such key",
+    "modl=small": "modl: no such key; did you mean model?",
+    "+model.extra=3": "model.extra: no such key",
+    "position.base.x=3": "position.base.x: no such key",
+    "position=rop": "position=rop: no such option; expected one of",
+    "training=debgu": "training=debgu: no such option; expected one of",
+    "model.width=wide": "model.width='wide': expected a whole number",
+    "optimizer.momentum=x": "optimizer.momentum='x': expected a number",
+    "seed=1.5": "seed=1.5: expected a whole number",
+    "model.qk_norm=3": "model.qk_norm=3: expected true or false",
+    "model.heads=3": "model.heads=3: expected a divisor of width",
+    "model.norm=batch": "model.norm=batch: expected one of",
+    "model.dropout=1.5": "model.dropout=1.5: expected",
+    "position.fraction=2": "position.fraction=2.0: expected",
+    "schedule.cooldown=2": "schedule.cooldown=2.0: expected",
+    "data.learn=reply": "data.learn=reply: expected one of",
+    "tokenizer.vocab_size=10": "tokenizer.vocab_size=10: expected at least",
+    "training.tokens=5": "training.tokens=5: expected exactly one",
+    "training.batch_tokens=64": "training.batch_tokens=64: expected at least model.context",
+    "training.batching=random": "training.batching=random: expected one of",
+    "evaluation.splits=[tset]": "evaluation.splits=tset: expected one of",
+    "data=messages": "data.train=null: give the messages to learn",
+    "data.train=absent.jsonl": "data.train=absent.jsonl: no such file",
+    "tracking.mode=sometimes": "tracking.mode=sometimes: expected one of",
+    "resume=absent": "resume=absent: no run there",
+    "model.width=[": "model.width=[: expected key=value",
+    "model": "model: expected key=value",
+    "=3": "=3: expected key=value",
+    "~name": "~name: expected key=value",
+}
+
+
+def run(*arguments, cwd=ROOT, timeout=120):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_wrong_override_is_one_line_that_names_it(override, tmp_path, capsys, monkeypatch):
+    import train
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train.py", override, f"hydra.run.dir={folder}"])
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(train.command())
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.startswith(f"error: {WRONG[override]}") or f" {WRONG[override]}" in error
+    assert error.count("\n") == 1
+    assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of the whole line in small, as a newcomer starts it."""
+    folder = tmp_path_factory.mktemp("main job") / "run"
+    result = run("training=debug", f"hydra.run.dir='{folder}'")
+    assert result.returncode == 0, result.stderr
+    return folder, result
+
+
+def test_the_main_job_writes_the_whole_run_folder(finished):
+    folder, result = finished
+    expected = """config.yaml tokenizer.json ledger.json metrics.jsonl summary.json samples.txt
+        curve.png train.log environment.json checkpoints""".split()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    expected = "config.yaml model.safetensors optimizer.safetensors state.json tokenizer.json"
+    assert sorted(path.name for path in checkpoint.iterdir()) == expected.split()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "complete"
+    assert set(summary["splits"]) == {"validation", "test", "longer", "padded_out", "shuffled"}
+    assert all(0 <= split["exact_match"] <= 1 for split in summary["splits"].values())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "split" not in line]
+    assert [line["step"] for line in training] == list(range(1, summary["step"] + 1))
+    assert training[-1]["loss"] < training[0]["loss"] / 2
+    assert "exact match" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_checkpoint_folder_alone_is_enough_to_sample_from(finished, tmp_path):
+    folder, _ = finished
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    alone = checkpoint.rename(tmp_path / "alone")
+    try:
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "sample.py"), "--run", str(alone), "--json", "Send it."],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+    finally:
+        alone.rename(checkpoint)
+    assert result.returncode == 0, result.stderr
+    assert set(json.loads(result.stdout)) == {"prompt", "text", "tokens", "finish"}
+
+
+def test_resuming_refuses_overrides_that_differ_and_accepts_those_that_do_not(finished):
+    import train
+
+    folder, _ = finished
+    with pytest.raises(ValueError, match=r"model\.width=64: differs from the run's own"):
+        train.resume_arguments([f"resume={folder}", "model.width=64"])
+    arguments = train.resume_arguments([f"resume={folder}", "seed=0"])
+    assert arguments == ["resume=true", f"hydra.run.dir='{folder}'"]
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_do(finished):
+    folder, _ = finished
+    result = run(f"resume={folder}")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "complete" in result.stderr
+
+
+def test_a_run_is_never_written_over(finished):
+    folder, _ = finished
+    result = run("training=debug", f"hydra.run.dir='{folder}'")
+    assert result.returncode == 2
+    assert "holds a run" in result.stderr
+
+
+def test_help_shows_groups_keys_and_examples():
+    result = run("--help")
+    assert result.returncode == 0
+    for word in ("position: learned, none, rope", "data.train=FILE", "resume=", "batch_tokens:"):
+        assert word in result.stdout

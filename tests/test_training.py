@@ -1,0 +1,233 @@
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from wherelm import checkpoint, training
+from wherelm.batches import TokenStore, collate
+from wherelm.config import run_config
+from wherelm.tracking import Tracker
+
+WORDS = "report slides agenda contract invoice budget letter memo".split()
+
+
+def config(folder, **changes):
+    """A run of a tiny decoder on a file of two things and their order."""
+    path = folder / "messages.jsonl"
+    generator = np.random.default_rng(0)
+    rows = []
+    for _ in range(300):
+        a, b = generator.choice(WORDS, 2, replace=False)
+        text = f"Send the {a} before the {b}." + " Thank you." * int(generator.integers(4))
+        rows.append({"prompt": text, "completion": f"{a}, then {b}."})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "name": "tiny",
+        "seed": 0,
+        "model": {"layers": 2, "width": 16, "heads": 2, "context": 64},
+        "position": {"name": "rope"},
+        "data": {"train": str(path), "cache": str(folder / "cache")},
+        "tokenizer": {"kind": "bpe", "vocab_size": 300},
+        "optimizer": {"name": "muon"},
+        "schedule": {"name": "wsd"},
+        "training": {"steps": 12, "batch_tokens": 512, "device": "cpu", "precision": "float32"},
+        "evaluation": {"every": 4, "batch_tokens": 512},
+        "tracking": {"name": "none"},
+    }
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    return run_config(values)
+
+
+def weights(folder):
+    return checkpoint.load(checkpoint.last(folder)).model.state_dict()
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def fit(tmp_path):
+    def run(name, resume=False, **changes):
+        return training.fit(config(tmp_path, **changes), tmp_path / name, tmp_path, resume)
+
+    return run
+
+
+def stop_at(monkeypatch, step, number=signal.SIGTERM):
+    """The process gets a signal while it writes the metrics of this step."""
+    write = Tracker.write
+
+    def write_and_stop(self, **values):
+        write(self, **values)
+        if values["step"] == step and "split" not in values:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Tracker, "write", write_and_stop)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
+    fit, tmp_path, monkeypatch, dropout, optimizer
+):
+    changes = {"model": {"dropout": dropout}, "optimizer": {"name": optimizer}}
+    straight = fit("straight", **changes)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        stopped = fit("stopped", **changes)
+    assert (stopped["status"], stopped["step"], stopped["exit_code"]) == ("interrupted", 7, 143)
+    resumed = fit("stopped", resume=True, **changes)
+    assert resumed["status"] == "complete"
+    assert resumed["batches_hash"] == straight["batches_hash"]
+    for name, tensor in weights(tmp_path / "straight").items():
+        assert torch.equal(tensor, weights(tmp_path / "stopped")[name]), name
+    keys = ("step", "loss", "learning_rate", "targets")
+    for a, b in zip(
+        (line for line in metrics(tmp_path / "straight") if "split" not in line),
+        (line for line in metrics(tmp_path / "stopped") if "split" not in line),
+        strict=True,
+    ):
+        assert [a[k] for k in keys] == [b[k] for k in keys]
+
+
+def test_lines_beyond_the_checkpoint_are_cut_back(fit, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, signal.SIGINT)
+        assert fit("run")["exit_code"] == 130
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 99.0}\n{"step": 7, "lo')
+    fit("run", resume=True)
+    steps = [line["step"] for line in metrics(tmp_path / "run") if "split" not in line]
+    assert steps == list(range(1, 13))
+    assert all(line["loss"] < 99 for line in metrics(tmp_path / "run"))
+
+
+def test_evaluating_more_often_changes_nothing_in_training(fit, tmp_path):
+    fit("seldom", evaluation={"every": 100}, model={"dropout": 0.1})
+    fit("often", evaluation={"every": 1}, model={"dropout": 0.1})
+    often = weights(tmp_path / "often")
+    for name, tensor in weights(tmp_path / "seldom").items():
+        assert torch.equal(tensor, often[name]), name
+
+
+def test_the_logged_loss_is_the_one_that_was_optimised(fit, tmp_path, monkeypatch):
+    seen = []
+    accumulate = training.accumulate
+
+    def spy(model, store, indices, data, config, step, autocast):
+        batch = collate(store, indices, data.tokenizer.pad)
+        with torch.no_grad():
+            logits = model(batch.tokens_BT, batch.positions_BT)
+            kept = batch.loss_mask_BT
+            seen.append(float(F.cross_entropy(logits[kept], batch.targets_BT[kept])))
+        return accumulate(model, store, indices, data, config, step, autocast)
+
+    monkeypatch.setattr(training, "accumulate", spy)
+    fit("run", training={"micro_tokens": 128})
+    logged = [line["loss"] for line in metrics(tmp_path / "run") if "split" not in line]
+    assert logged == pytest.approx(seen, abs=1e-5)
+
+
+def test_micro_batches_change_nothing_but_rounding(fit, tmp_path):
+    fit("whole")
+    fit("parts", training={"micro_tokens": 100})
+    a, b = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    first = [[line["loss"] for line in lines if "split" not in line][:4] for lines in (a, b)]
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"tokens": 3000}])
+def test_epochs_and_tokens_end_where_they_say(fit, length):
+    summary = fit("run", training={"steps": None, **length})
+    if "epochs" in length:
+        assert (summary["epoch"] == 2) or (summary["epoch"] == 1 and summary["position"] > 0)
+    else:
+        assert summary["targets"] >= 3000 > summary["targets"] - 512
+
+
+def test_schemes_see_the_same_batches_and_start_from_the_same_shared_weights(fit, tmp_path):
+    hashes = {
+        name: fit(name, position={"name": name}, training={"steps": 3})["batches_hash"]
+        for name in ("none", "rope", "sinusoidal", "learned")
+    }
+    assert len(set(hashes.values())) == 1
+    assert fit("seed", seed=1, training={"steps": 3})["batches_hash"] not in hashes.values()
+
+
+def test_a_loss_that_is_no_number_is_one_clear_error(fit, monkeypatch):
+    monkeypatch.setattr(training, "accumulate", lambda *arguments: float("nan"))
+    with pytest.raises(ValueError, match=r"the loss is nan at step 1: lower optimizer"):
+        fit("run")
+
+
+def test_only_the_best_and_the_last_checkpoint_are_kept(fit, tmp_path):
+    fit("run", evaluation={"every": 2})
+    found = checkpoint.checkpoints(tmp_path / "run")
+    assert found[-1].name == "step-00000012"
+    assert len(found) <= 2
+    losses = [checkpoint.load_state(path)["validation_loss"] for path in found]
+    watched = [
+        line["loss"]
+        for line in metrics(tmp_path / "run")
+        if line.get("split") == "validation" and not line.get("final")
+    ]
+    assert min(losses) == pytest.approx(min(watched))
+
+
+def test_chained_hashes_tell_other_batches_and_other_orders_apart():
+    def chain(*batches):
+        value = ""
+        for batch in batches:
+            value = training.chained_hash(value, np.array(batch))
+        return value
+
+    assert chain([1, 2], [3]) == chain([1, 2], [3])
+    assert (
+        len({chain([1, 2], [3]), chain([1], [2, 3]), chain([3], [1, 2]), chain([2, 1], [3])}) == 4
+    )
+
+
+def test_accumulated_gradients_do_not_depend_on_how_a_batch_is_cut(tmp_path):
+    data_config = config(tmp_path)
+    model = checkpoint.build_model(data_config, 40)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    store = TokenStore.from_lists(
+        [(np.arange(n) % 40, [False] + [i % 3 == 0 for i in range(n - 1)]) for n in range(5, 30)]
+    )
+    data = type("Data", (), {"tokenizer": type("T", (), {"pad": 0})})
+    gradients = []
+    for budget in (None, 64, 90):
+        changed = config(tmp_path, training={"micro_tokens": budget})
+        model.zero_grad()
+        training.accumulate(
+            model,
+            store,
+            np.arange(25),
+            data,
+            changed,
+            0,
+            training.runtime.autocast("float32", None),
+        )
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+def test_the_design_folder_of_a_run_is_described(fit, tmp_path):
+    fit("run", training={"steps": 2})
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    train = ledger["train"]
+    assert train["messages"]["read"] == 300
+    assert sum(ledger["trained_positions"]) == train["tokens"]["supervised"]
+    assert Path(tmp_path / "run" / "curve.png").stat().st_size > 5000
