@@ -79,8 +79,18 @@ def finished(tmp_path_factory):
 
 def test_the_main_job_writes_the_whole_run_folder(finished):
     folder, result = finished
-    expected = """config.yaml tokenizer.json ledger.json metrics.jsonl summary.json samples.txt
-        curve.png train.log environment.json checkpoints""".split()
+    expected = [
+        "config.yaml",
+        "tokenizer.json",
+        "ledger.json",
+        "metrics.jsonl",
+        "summary.json",
+        "samples.txt",
+        "curve.png",
+        "train.log",
+        "environment.json",
+        "checkpoints",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
     (checkpoint,) = (folder / "checkpoints").iterdir()
     expected = "config.yaml model.safetensors optimizer.safetensors state.json tokenizer.json"

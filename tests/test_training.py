@@ -13,7 +13,7 @@ from wherelm.batches import TokenStore, collate
 from wherelm.config import run_config
 from wherelm.tracking import Tracker
 
-WORDS = "report slides agenda contract invoice budget letter memo".split()
+WORDS = ["report", "slides", "agenda", "contract", "invoice", "budget", "letter", "memo"]
 
 
 def config(folder, **changes):

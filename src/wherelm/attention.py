@@ -34,6 +34,10 @@ class Mask:
         full = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
         return full.tril() if self.causal else full
 
+    def from_slot(self, first: int, queries: int, keys: int, device: torch.device) -> Mask:
+        """The same mask without the rows of the first so many queries."""
+        return Mask(False, self.dense(queries, keys, device)[:, :, first:], self.path)
+
 
 def visible(
     key_mask_BS: Tensor | None,

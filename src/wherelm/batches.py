@@ -33,6 +33,7 @@ class Batch:
     positions_BT   position inside the own message; (1, T) where all rows share it
     segments_BT    which message a slot belongs to; 0 is padding
     side           where the padding is: "right", "left" or "packed"
+    first          the first slot that any row learns; what stands before is only read
     """
 
     tokens_BT: Tensor
@@ -42,9 +43,11 @@ class Batch:
     positions_BT: Tensor
     segments_BT: Tensor
     side: str
+    first: int = 0
 
     def to(self, device: torch.device) -> Batch:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "side"}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
 
     @property
@@ -125,6 +128,7 @@ def collate(
         positions_BT=torch.from_numpy(positions.astype(np.int64)),
         segments_BT=torch.from_numpy(real.astype(np.int64)),
         side=side,
+        first=int(learned.any(0).argmax()),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from wherelm.batches import TokenStore, collate, cut
-from wherelm.model import Decoder
+from wherelm.model import Decoder, learned_logits
 from wherelm.tokenizer import Tokenizer
 
 
@@ -54,11 +54,7 @@ def score(
             continue
         batch = batch.to(device)
         with autocast or contextlib.nullcontext():
-            x_BTD = model.hidden(
-                batch.tokens_BT, batch.positions_BT, batch.key_mask_BT, side=batch.side
-            )
-            logits_NV = model.logits(x_BTD[batch.loss_mask_BT])
-        targets_N = batch.targets_BT[batch.loss_mask_BT]
+            logits_NV, targets_N = learned_logits(model, batch)
         at_N = store.offsets[indices][rows] + slots + 1
         nats_E[at_N] = F.cross_entropy(logits_NV, targets_N, reduction="none").double().cpu()
         correct_E[at_N] = (logits_NV.argmax(-1) == targets_N).cpu()

@@ -207,6 +207,7 @@ def stream_tokens(
                 key_mask_BT if ragged else None,
                 side="left",
                 cache=cache,
+                first=tokens_BT.shape[1] - 1,
             )
             tokens_B = chooser.choose(model.logits(x_BTD[:, -1]))
             room = [left - 1 for left in room]

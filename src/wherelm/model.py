@@ -132,12 +132,18 @@ class Block(nn.Module):
         mask: Mask,
         bias_BHTS: Tensor | None,
         cache: KeyValueCache | None,
+        first: int = 0,
     ) -> Tensor:
-        h_BTD = self.attention_norm(x_BTD)
-        h_BTD = self.attention(
-            h_BTD, h_BTD, scheme, positions_BT, positions_BT, mask, bias_BHTS, cache, self.layer
+        """The slots from `first` on; those before are only read: `mask` has no rows for them."""
+        h_BSD = self.attention_norm(x_BTD)
+        h_BTD, q_positions_BT = h_BSD, positions_BT
+        if first:
+            x_BTD, h_BTD = x_BTD[:, first:], h_BSD[:, first:]
+            q_positions_BT = positions_BT[:, first:]
+        y_BTD = self.attention(
+            h_BTD, h_BSD, scheme, q_positions_BT, positions_BT, mask, bias_BHTS, cache, self.layer
         )
-        x_BTD = x_BTD + self.dropout(h_BTD)
+        x_BTD = x_BTD + self.dropout(y_BTD)
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -163,9 +169,11 @@ class Decoder(nn.Module):
         segments_BT: Tensor | None = None,
         side: str = "right",
         cache: KeyValueCache | None = None,
+        first: int = 0,
     ) -> Tensor:
         """The last hidden states, (B, T, D), of tokens (B, T) at positions (B or 1, T).
 
+        Only of the slots from `first` on: the last block takes keys and values alone of the others.
         `key_mask_BT` is True where a real token stands (None: everywhere), `segments_BT` tells
         packed messages apart, `side` is where the padding is. With a cache the T tokens follow
         the ones that it holds.
@@ -188,7 +196,11 @@ class Decoder(nn.Module):
             scheme = self.scheme.for_layer(block.layer)
             if scheme not in biases:
                 biases[scheme] = masked_bias(scheme, positions_BT, k_positions_BS, mask)
-            x_BTD = block(x_BTD, scheme, positions_BT, mask, biases[scheme], cache)
+            bias_BHTS, skipped = biases[scheme], 0
+            if block is self.blocks[-1] and first:
+                skipped, mask = first, mask.from_slot(first, length, keys, tokens_BT.device)
+                bias_BHTS = None if bias_BHTS is None else bias_BHTS[:, :, first:]
+            x_BTD = block(x_BTD, scheme, positions_BT, mask, bias_BHTS, cache, skipped)
         return self.final_norm(x_BTD)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -223,12 +235,23 @@ def next_token_loss(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     Only the N kept targets pass through the vocabulary head. The caller divides by the number of
     such targets in all micro-batches of its step, once.
     """
-    x_BTD = model.hidden(
-        batch.tokens_BT, batch.positions_BT, batch.key_mask_BT, batch.segments_BT, batch.side
-    )
-    logits_NV = model.logits(x_BTD[batch.loss_mask_BT])
-    targets_N = batch.targets_BT[batch.loss_mask_BT]
+    logits_NV, targets_N = learned_logits(model, batch)
     return F.cross_entropy(logits_NV, targets_N, reduction="sum"), logits_NV
+
+
+def learned_logits(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and targets (N,) where the loss mask is True, row by row."""
+    x_BTD = model.hidden(
+        batch.tokens_BT,
+        batch.positions_BT,
+        batch.key_mask_BT,
+        batch.segments_BT,
+        batch.side,
+        first=batch.first,
+    )
+    learned_BT = batch.loss_mask_BT[:, batch.first :]
+    targets_N = batch.targets_BT[:, batch.first :][learned_BT]
+    return model.logits(x_BTD[learned_BT]), targets_N
 
 
 def initialize(model: Decoder, seed: int) -> None:
