@@ -79,19 +79,9 @@ def finished(tmp_path_factory):
 
 def test_the_main_job_writes_the_whole_run_folder(finished):
     folder, result = finished
-    expected = [
-        "config.yaml",
-        "tokenizer.json",
-        "ledger.json",
-        "metrics.jsonl",
-        "summary.json",
-        "samples.txt",
-        "curve.png",
-        "train.log",
-        "environment.json",
-        "checkpoints",
-    ]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+    expected = {"config.yaml", "tokenizer.json", "ledger.json", "metrics.jsonl", "summary.json"}
+    expected |= {"samples.txt", "curve.png", "train.log", "environment.json", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} == expected
     (checkpoint,) = (folder / "checkpoints").iterdir()
     expected = "config.yaml model.safetensors optimizer.safetensors state.json tokenizer.json"
     assert sorted(path.name for path in checkpoint.iterdir()) == expected.split()

@@ -75,7 +75,7 @@ def start_wandb(folder: Path, config: RunConfig) -> Any:
 
     os.environ.setdefault("WANDB_SILENT", "true")
     mode = config.tracking.mode
-    if mode == "online" and not wandb.api.api_key:
+    if mode == "online" and not wandb_key():
         log.warning(
             "wandb: no API key, so this run is kept offline (wandb login; wandb sync later)"
         )
@@ -85,6 +85,13 @@ def start_wandb(folder: Path, config: RunConfig) -> Any:
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         log.warning("wandb: %s; this run is kept offline", str(error).splitlines()[0])
         return _init_wandb(wandb, folder, config, "offline")
+
+
+def wandb_key() -> str | None:
+    """The API key of the environment or of an earlier `wandb login`; asks nobody."""
+    import wandb
+
+    return os.environ.get("WANDB_API_KEY") or wandb.api.api_key
 
 
 def _init_wandb(wandb: Any, folder: Path, config: RunConfig, mode: str) -> Any:

@@ -1,0 +1,140 @@
+import json
+
+import pytest
+import torch
+
+from wherelm import checkpoint
+from wherelm.config import run_config
+from wherelm.model import initialize
+from wherelm.tokenizer import Tokenizer, TokenizerConfig
+
+
+def config(tied=False, scheme="learned"):
+    return run_config(
+        {
+            "name": "test",
+            "seed": 0,
+            "model": {"layers": 2, "width": 16, "heads": 2, "context": 16, "tied": tied},
+            "position": {"name": scheme},
+            "data": {},
+            "tokenizer": {"kind": "bytes"},
+            "optimizer": {"name": "adamw"},
+            "schedule": {"name": "constant"},
+            "training": {"steps": 1, "batch_tokens": 64},
+            "evaluation": {},
+            "tracking": {},
+        }
+    )
+
+
+def saved(folder, step=1, loss=1.0, tied=False, scheme="learned", seed=0):
+    settings = config(tied, scheme)
+    tokenizer = Tokenizer.train(settings.tokenizer, ())
+    model = checkpoint.build_model(settings, tokenizer.vocab_size)
+    initialize(model, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    place = folder / "checkpoints" / f"step-{step:08d}"
+    state = {"step": step, "validation_loss": loss}
+    checkpoint.save(place, model, tokenizer, settings, state, {"a.b": torch.ones(2)})
+    return place, model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scheme", ["learned", "rope"])
+def test_a_loaded_checkpoint_gives_the_same_logits(tmp_path, tied, scheme):
+    place, model = saved(tmp_path, tied=tied, scheme=scheme)
+    loaded = checkpoint.load(place)
+    tokens, positions = torch.randint(0, 200, (2, 9)), torch.arange(9)[None]
+    assert torch.equal(loaded.model(tokens, positions), model.eval()(tokens, positions))
+    assert loaded.config == config(tied, scheme)
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("Grüße")) == "Grüße"
+    assert (loaded.model.head.weight is loaded.model.embedding.weight) == tied
+
+
+def test_a_checkpoint_holds_tensors_and_plain_mappings_only(tmp_path):
+    place, _ = saved(tmp_path)
+    for path in place.iterdir():
+        assert path.suffix in (".safetensors", ".json", ".yaml")
+
+
+def test_saving_again_replaces_the_folder_and_leaves_no_part(tmp_path):
+    saved(tmp_path, loss=2.0)
+    place, model = saved(tmp_path, loss=1.0, seed=1)
+    assert checkpoint.load_state(place)["validation_loss"] == 1.0
+    assert torch.equal(checkpoint.load(place).model.head.weight, model.head.weight)
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
+def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
+    place, model = saved(tmp_path)
+    monkeypatch.setattr(checkpoint, "save_yaml", lambda *a: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        saved(tmp_path, seed=1)
+    assert torch.equal(checkpoint.load(place).model.head.weight, model.head.weight)
+    assert checkpoint.checkpoints(tmp_path) == [place]
+
+
+def test_the_best_is_the_one_with_the_lowest_validation_loss(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
+        saved(tmp_path, step, loss)
+    assert checkpoint.best(tmp_path).name == "step-00000002"
+    assert checkpoint.last(tmp_path).name == "step-00000004"
+    checkpoint.keep_best_and_last(tmp_path)
+    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    assert names == ["step-00000002", "step-00000004"]
+
+
+def test_finding_takes_a_run_a_checkpoint_or_the_newest_run(tmp_path):
+    run = tmp_path / "runs" / "errands" / "now"
+    place, _ = saved(run)
+    assert checkpoint.find(run, tmp_path) == place
+    assert checkpoint.find(place, tmp_path) == place
+    assert checkpoint.find(None, tmp_path) == place
+
+
+@pytest.mark.parametrize("path", ["absent", "."])
+def test_what_is_no_checkpoint_is_one_line_with_the_fix(tmp_path, path):
+    with pytest.raises(ValueError, match=r"give a run folder such as runs/NAME/TIME"):
+        checkpoint.find(tmp_path / path, tmp_path)
+
+
+def test_without_any_run_the_shipped_checkpoint_or_a_fix(tmp_path):
+    with pytest.raises(ValueError, match=r"train one first with python train\.py"):
+        checkpoint.find(None, tmp_path)
+
+
+def test_damaged_weights_are_named(tmp_path):
+    place, _ = saved(tmp_path)
+    weights = place / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
+        checkpoint.load(place)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path):
+    place, _ = saved(tmp_path)
+    text = (place / "config.yaml").read_text()
+    (place / "config.yaml").write_text(text.replace("width: 16", "width: 32"))
+    with pytest.raises(ValueError, match=r"take both from one checkpoint"):
+        checkpoint.load(place)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    place, _ = saved(tmp_path)
+    (place / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"state\.json is missing"):
+        checkpoint.load(place)
+
+
+def test_a_strangers_configuration_runs_no_code(tmp_path):
+    place, _ = saved(tmp_path)
+    text = (place / "config.yaml").read_text()
+    (place / "config.yaml").write_text(text + "_target_: os.system\n")
+    with pytest.raises(ValueError, match="_target_: no such key"):
+        checkpoint.load(place)
+
+
+def test_the_tokenizer_config_of_a_checkpoint_is_plain():
+    assert json.dumps(vars(TokenizerConfig(kind="bytes")))

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from wherelm.config import (
+    RunConfig,
+    load_yaml,
+    plain,
+    run_config,
+    save_yaml,
+    unknown_key,
+    with_overrides,
+)
+from wherelm.schemes import SCHEMES
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+OPTIONS = [
+    (path.parent.name, path.stem)
+    for path in sorted(CONFIGS.glob("*/*.yaml"))
+    if path.parent.name != "hydra"
+]
+# What an option cannot be composed without.
+GIVEN = {("tokenizer", "file"): ["tokenizer.path=tokenizer.json"]}
+
+
+def composed(*overrides):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        values = hydra.compose("train", ["name=test", *overrides], return_hydra_config=False)
+    values = OmegaConf.to_container(values, resolve=True)
+    values.pop("resume")
+    return values
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_composes_and_types(group, option):
+    choice = f"+{group}={option}" if group == "experiment" else f"{group}={option}"
+    config = run_config(composed(choice, *GIVEN.get((group, option), [])))
+    assert isinstance(config, RunConfig)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_a_group_has_at_most_about_fifteen_fields(group, option):
+    if group != "experiment":
+        assert len(load_yaml(CONFIGS / group / f"{option}.yaml")) <= 15
+
+
+def test_every_scheme_has_its_yaml_with_every_field_and_the_same_defaults():
+    assert sorted(path.stem for path in (CONFIGS / "position").glob("*.yaml")) == sorted(SCHEMES)
+    for name, scheme in SCHEMES.items():
+        config = run_config(composed(f"position={name}"))
+        assert config.position == scheme.Config()
+        assert set(load_yaml(CONFIGS / "position" / f"{name}.yaml")) == set(vars(scheme.Config()))
+
+
+def test_no_file_but_hydras_own_instantiates_anything():
+    for path in CONFIGS.rglob("*.yaml"):
+        assert "_target_" not in path.read_text(), path
+
+
+def test_a_saved_configuration_is_the_same_when_it_is_loaded(tmp_path):
+    config = run_config(composed("position=learned", "evaluation.splits=[test,longer]"))
+    save_yaml(plain(config), tmp_path / "config.yaml")
+    assert run_config(load_yaml(tmp_path / "config.yaml")) == config
+
+
+def test_an_old_configuration_without_a_new_field_takes_its_default():
+    values = composed()
+    del values["model"]["softcap"]
+    assert run_config(values).model.softcap is None
+
+
+def test_overrides_without_hydra_type_like_those_with_it():
+    values = plain(run_config(composed()))
+    changed = with_overrides(values, ["evaluation.splits=[test]", "training.steps=7"])
+    assert run_config(changed).evaluation.splits == ("test",)
+    assert run_config(changed).training.steps == 7
+    with pytest.raises(ValueError, match=r"model\.widht: no such key; did you mean model\.width"):
+        with_overrides(values, ["model.widht=3"])
+    with pytest.raises(ValueError, match=r"expected key=value"):
+        with_overrides(values, ["model"])
+
+
+def test_whole_numbers_serve_as_numbers_but_not_the_other_way_round():
+    values = composed("training.clip=2")
+    assert run_config(values).training.clip == 2.0
+    values["training"]["steps"] = 2.5
+    with pytest.raises(ValueError, match=r"training\.steps=2\.5: expected a whole number"):
+        run_config(values)
+
+
+def test_a_missing_group_is_named():
+    values = composed()
+    del values["model"]
+    with pytest.raises(ValueError, match="model: missing"):
+        run_config(values)
+
+
+def test_an_unknown_key_guesses_the_nearest_one():
+    assert "did you mean a.width?" in unknown_key("a.widht", ["width", "depth"])
+    assert "did you mean" not in unknown_key("a.zzz", ["width"])
