@@ -67,7 +67,9 @@ def test_the_loss_at_so_many_rows_a_batch_is_the_cross_entropy_of_each_alone(row
 
 
 def test_exact_match_is_what_greedy_decoding_reproduces():
-    model = random_decoder(seed=3)
+    model = random_decoder(seed=6)
+    with torch.no_grad():
+        model.head.weight[Ids.eos] *= 3  # so that some replies end
     rows = []
     for index in range(len(STORE)):
         ids = STORE[index][0].tolist()
