@@ -199,6 +199,9 @@ class Attention(nn.Module):
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.qk_norm, self.dropout = qk_norm, dropout
         self.scale = head_width**-0.5
+        # Set by who wants to look: then the textbook form runs, and its weights stay here.
+        self.keep_weights = False
+        self.weights_BHTS: Tensor | None = None
         context_width = width if context_width is None else context_width
         self.query = nn.Linear(width, heads * head_width, bias=bias)
         self.key = nn.Linear(context_width, self.kv_heads * head_width, bias=bias)
@@ -231,6 +234,12 @@ class Attention(nn.Module):
         if self.kv_heads < self.heads:
             k_BGSK = k_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v_BGSK = v_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        if self.keep_weights:
+            allowed_B1TS = mask.dense(q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.device)
+            y_BHTK, self.weights_BHTS = attend_textbook(
+                q_BHTK, k_BGSK, v_BGSK, self.scale, allowed_B1TS, bias_BHTS
+            )
+            return self.output(y_BHTK.transpose(1, 2).flatten(2))
         dropout = self.dropout if self.training else 0.0
         y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, self.scale, mask, bias_BHTS, dropout)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
