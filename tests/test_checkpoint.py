@@ -36,7 +36,7 @@ def saved(folder, step=1, loss=1.0, tied=False, scheme="learned", seed=0):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     place = folder / "checkpoints" / f"step-{step:08d}"
-    state = {"step": step, "validation_loss": loss}
+    state = {"step": step, "share": 1.0, "validation_loss": loss}
     checkpoint.save(place, model, tokenizer, settings, state, {"a.b": torch.ones(2)})
     return place, model
 

@@ -34,6 +34,12 @@ class Mask:
         full = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
         return full.tril() if self.causal else full
 
+    def additive(self, bias_BHTS: Tensor) -> Tensor:
+        """A bias with -inf where the mask forbids, (B or 1, H, T, S)."""
+        queries, keys = bias_BHTS.shape[-2:]
+        allowed_B1TS = self.dense(queries, keys, bias_BHTS.device)
+        return bias_BHTS.masked_fill(~allowed_B1TS, float("-inf"))
+
     def from_slot(self, first: int, queries: int, keys: int, device: torch.device) -> Mask:
         """The same mask without the rows of the first so many queries."""
         return Mask(False, self.dense(queries, keys, device)[:, :, first:], self.path)
@@ -46,6 +52,7 @@ def visible(
     device: torch.device,
     side: str = "right",
     segments_BT: Tensor | None = None,
+    window: int | None = None,
 ) -> Mask:
     """The causal mask and the key mask of a batch as one `Mask`, made once for all layers.
 
@@ -57,23 +64,28 @@ def visible(
         send             x      x
         <PAD>            x      x     x        (no target, so nobody reads this row)
 
-    Padding on the left, and packed rows, need the dense form. An empty slot may read itself, so
-    that no row is fully masked: softmax over nothing is 0 or NaN, by the kernel.
+    Padding on the left, packed rows and a window (a query reads the newest `window` slots, its own
+    among them) need the dense form. An empty slot may read itself, so that no row is fully masked:
+    softmax over nothing is 0 or NaN, by the kernel.
     """
-    if queries == keys and side != "packed" and (side == "right" or key_mask_BS is None):
-        return Mask(True, None, "causal flag (right padding needs no mask)")
-    if queries == 1 and key_mask_BS is None:
-        return Mask(False, None, "no mask (one query after all of its keys)")
+    if window is not None and window >= keys:
+        window = None
+    if window is None and side != "packed":
+        if queries == keys and (side == "right" or key_mask_BS is None):
+            return Mask(True, None, "causal flag (right padding needs no mask)")
+        if queries == 1 and key_mask_BS is None:
+            return Mask(False, None, "no mask (one query after all of its keys)")
     slots_S = torch.arange(keys, device=device)
     slots_T = slots_S[keys - queries :]
-    allowed_B1TS = (slots_S <= slots_T[:, None])[None, None]
+    back_TS = slots_T[:, None] - slots_S
+    allowed_B1TS = ((back_TS >= 0) & (back_TS < (window or keys)))[None, None]
     if key_mask_BS is not None:
         allowed_B1TS = allowed_B1TS & key_mask_BS[:, None, None, :]
     if side == "packed":
         same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
         allowed_B1TS = allowed_B1TS & same
-    allowed_B1TS = allowed_B1TS | (slots_S == slots_T[:, None])
-    return Mask(False, allowed_B1TS, f"boolean mask ({side} rows)")
+    kind = f"{side} rows" if window is None else f"{side} rows, window {window}"
+    return Mask(False, allowed_B1TS | (back_TS == 0), f"boolean mask ({kind})")
 
 
 def attend_textbook(
@@ -133,8 +145,8 @@ def attend(
 class KeyValueCache:
     """Keys (already rotated) and values of the slots read so far, for one decoder.
 
-    One (B, G, capacity, K) pair of tensors a layer, and beside them what masks and biases need of
-    the same slots: their positions and which of them are real.
+    One (B, G, capacity, K) pair of tensors a layer, a contextual scheme's values, and beside them
+    what masks and biases need of the same slots: their positions and which of them are real.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device):
@@ -144,6 +156,7 @@ class KeyValueCache:
         self.positions_BS = torch.zeros(batch, capacity, device=device)
         self.any_padding = False
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._values: dict[int, Tensor] = {}
 
     def advance(self, positions_BT: Tensor, key_mask_BT: Tensor | None) -> None:
         """Makes room for T more slots; called once a forward pass, before the layers."""
@@ -160,19 +173,32 @@ class KeyValueCache:
     def extend(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the newest keys and values of a layer; returns all of them, (B, G, S, K)."""
         if self._layers[layer] is None:
-            batch, groups, _, width = k_BGTK.shape
-            shape = (batch, groups, self.capacity, width)
-            self._layers[layer] = (k_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
+            # A scheme may have widened the keys.
+            self._layers[layer] = tuple(
+                x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (k_BGTK, v_BGTK)
+            )
         keys, values = self._layers[layer]
         new = slice(self.length - k_BGTK.shape[2], self.length)
         keys[:, :, new], values[:, :, new] = k_BGTK, v_BGTK
         return keys[:, :, : self.length], values[:, :, : self.length]
 
+    def extend_values(self, layer: int, values_BHT: Tensor | None) -> Tensor | None:
+        """The same for a scheme's value of each token, (B, H, S)."""
+        if values_BHT is None:
+            return None
+        if layer not in self._values:
+            shape = (*values_BHT.shape[:2], self.capacity)
+            self._values[layer] = values_BHT.new_zeros(shape)
+        values_BHS = self._values[layer]
+        values_BHS[:, :, self.length - values_BHT.shape[2] : self.length] = values_BHT
+        return values_BHS[:, :, : self.length]
+
     def keep_rows(self, rows: Tensor) -> None:
         """Drops every row of the batch but these, so that finished rows cost nothing more."""
         self.key_mask_BS = self.key_mask_BS[rows]
         self.positions_BS = self.positions_BS[rows]
-        self._layers = [(k[rows], v[rows]) if k is not None else None for k, v in self._layers]
+        self._layers = [(k[rows], v[rows]) for k, v in self._layers]
+        self._values = {layer: values[rows] for layer, values in self._values.items()}
 
 
 class Attention(nn.Module):
@@ -229,8 +255,14 @@ class Attention(nn.Module):
             k_BGSK = F.rms_norm(k_BGSK, (self.head_width,), eps=1e-6)
         q_BHTK = scheme.rotate(q_BHTK, q_positions_BT, "query")
         k_BGSK = scheme.rotate(k_BGSK, k_positions_BS, "key")
+        values_BHS = scheme.token_value(context_BSC)
         if cache is not None:
             k_BGSK, v_BGSK = cache.extend(layer, k_BGSK, v_BGSK)
+            values_BHS = cache.extend_values(layer, values_BHS)
+        if values_BHS is not None:
+            value_bias_BHTS = scheme.value_bias(values_BHS, q_BHTK.shape[2])
+            value_bias_BHTS = mask.additive(value_bias_BHTS)
+            bias_BHTS = value_bias_BHTS if bias_BHTS is None else bias_BHTS + value_bias_BHTS
         if self.kv_heads < self.heads:
             k_BGSK = k_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v_BGSK = v_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)

@@ -18,7 +18,7 @@ from wherelm.seeds import numpy_generator
 if TYPE_CHECKING:
     import datasets
 
-BATCHINGS = ("bucketed", "padded")
+BATCHINGS = ("bucketed", "padded", "packed")
 POOL = 8192  # examples sorted by length together: little padding left, and still a random order
 
 
@@ -34,6 +34,7 @@ class Batch:
     segments_BT    which message a slot belongs to; 0 is padding
     side           where the padding is: "right", "left" or "packed"
     first          the first slot that any row learns; what stands before is only read
+    keys_BT        a number for the example of each slot, by which a scheme draws positions
     """
 
     tokens_BT: Tensor
@@ -44,6 +45,7 @@ class Batch:
     segments_BT: Tensor
     side: str
     first: int = 0
+    keys_BT: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -102,34 +104,65 @@ class TokenStore:
         return np.bincount(inputs[self.learned & (inputs >= 0)])
 
 
+Rows = np.ndarray | list[np.ndarray]
+
+
 def collate(
-    store: TokenStore, indices: Sequence[int] | np.ndarray, pad: int, side: str = "right"
+    store: TokenStore, rows: Rows | Sequence[int], pad: int, side: str = "right", key: int = 0
 ) -> Batch:
-    """One row an example, padded to the longest with the id `pad`. Masks come from lengths."""
+    """A rectangle of rows, each one example (its index) or several, packed (their indices).
+
+    Rows are padded to the longest with the id `pad`, on the given side; packed ones on the right.
+    Positions begin anew in each example, masks come from lengths. `key` and an example's index
+    give its number in `keys_BT`.
+    """
+    parts = [np.atleast_1d(row) for row in rows]
+    counts = np.array([len(part) for part in parts])
+    examples_N = np.concatenate(parts)
+    lengths_N = store.lengths[examples_N]
+    row_N = np.repeat(np.arange(len(parts)), counts)
+    # An example starts behind the ones that share its row.
+    before_N = np.concatenate(([0], lengths_N.cumsum()[:-1]))
+    head_N = np.repeat(np.cumsum(counts) - counts, counts)
+    start_N = before_N - before_N[head_N]
+    used = np.bincount(row_N, weights=lengths_N).astype(np.int64)
+    width = int(used.max())
+    packed = bool((counts > 1).any())
     assert side in ("right", "left"), side
-    indices = np.asarray(indices)
-    starts, lengths = store.offsets[indices], store.lengths[indices]
-    width = int(lengths.max())
-    slots = np.arange(width)
-    position = np.broadcast_to(slots, (len(indices), width))
+    assert side == "right" or not packed, "packed rows are padded on the right"
     if side == "left":
-        position = position - (width - lengths)[:, None]
-    real = (position >= 0) & (position < lengths[:, None])
-    source = np.where(real, starts[:, None] + position, 0)
-    tokens = np.where(real, store.ids[source], pad)
-    targets = np.where(real, store.ids[source + 1], pad)
-    learned = real & store.learned[source + 1]
-    positions = slots[None] if side == "right" else np.where(real, position, 0)
+        start_N = start_N + width - used[row_N]
+
+    position = np.arange(lengths_N.sum()) - np.repeat(before_N, lengths_N)
+    slot = np.repeat(row_N * width + start_N, lengths_N) + position
+    source = np.repeat(store.offsets[examples_N], lengths_N) + position
+
+    def filled(values: np.ndarray, empty: int | bool) -> Tensor:
+        flat = np.full(len(parts) * width, empty, dtype=bool if empty is False else np.int64)
+        flat[slot] = values
+        return torch.from_numpy(flat.reshape(len(parts), width))
+
+    learned_BT = filled(store.learned[source + 1], False)
+    shared = side == "right" and not packed
     return Batch(
-        tokens_BT=torch.from_numpy(tokens.astype(np.int64)),
-        targets_BT=torch.from_numpy(targets.astype(np.int64)),
-        key_mask_BT=torch.from_numpy(real),
-        loss_mask_BT=torch.from_numpy(learned),
-        positions_BT=torch.from_numpy(positions.astype(np.int64)),
-        segments_BT=torch.from_numpy(real.astype(np.int64)),
-        side=side,
-        first=int(learned.any(0).argmax()),
+        tokens_BT=filled(store.ids[source], pad),
+        targets_BT=filled(store.ids[source + 1], pad),
+        key_mask_BT=filled(np.ones_like(slot, dtype=bool), False),
+        loss_mask_BT=learned_BT,
+        positions_BT=torch.arange(width)[None] if shared else filled(position, 0),
+        segments_BT=filled(np.repeat(np.arange(len(examples_N)) - head_N + 1, lengths_N), 0),
+        side="packed" if packed else side,
+        first=int(learned_BT.any(0).int().argmax()),
+        keys_BT=filled(np.repeat(mixed(examples_N, key), lengths_N), 0),
     )
+
+
+def mixed(examples: np.ndarray, key: int) -> np.ndarray:
+    """A 63-bit number for each example under a key: the finaliser of SplitMix64 (Steele, 2014)."""
+    x = examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
 
 def cut(lengths: np.ndarray, order: np.ndarray, budget: int) -> list[np.ndarray]:
@@ -149,12 +182,33 @@ def cut(lengths: np.ndarray, order: np.ndarray, budget: int) -> list[np.ndarray]
     return groups
 
 
+def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Rows of examples whose lengths sum to `capacity` at most: best fit, the longest first.
+
+    An example goes into the fullest row that still has room for it. Longer ones than the capacity
+    get a row of their own.
+    """
+    rooms: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # rows by the slots left
+    own: list[list[int]] = []
+    for index in order[np.argsort(-lengths[order], kind="stable")].tolist():
+        length = int(lengths[index])
+        if length > capacity:
+            own.append([index])
+            continue
+        room = next((left for left in range(length, capacity) if rooms[left]), capacity)
+        row = rooms[room].pop() if room < capacity else []
+        row.append(index)
+        rooms[room - length].append(row)
+    return [np.array(row) for row in own + [row for rows in rooms for row in rows]]
+
+
 @dataclass
 class Sampler:
-    """Batches of example indices, epoch after epoch, in an order that (seed, epoch) determines.
+    """Batches of rows, epoch after epoch, in an order that (seed, epoch) determines.
 
     `bucketed` shuffles, sorts by length within pools, cuts to the token budget and shuffles the
-    batches; `padded` leaves the sorting out. The whole state is (seed, epoch, position).
+    batches; `padded` leaves the sorting out; `packed` fills rows of `capacity` slots with examples
+    of a pool. The whole state is (seed, epoch, position).
     """
 
     lengths: np.ndarray
@@ -163,24 +217,28 @@ class Sampler:
     seed: int
     epoch: int = 0
     position: int = 0
+    capacity: int = 0
 
     def __post_init__(self):
         self._batches = self.batches_of(self.epoch)
 
-    def batches_of(self, epoch: int) -> list[np.ndarray]:
+    def batches_of(self, epoch: int) -> list[Rows]:
         """All batches of one epoch, in order."""
         generator = numpy_generator(self.seed, "data order", epoch)
         order = generator.permutation(len(self.lengths))
         if self.batching == "padded":
             return cut(self.lengths, order, self.budget)
+        pools = [order[start : start + POOL] for start in range(0, len(order), POOL)]
+        if self.batching == "packed":
+            rows = [row for pool in pools for row in pack(self.lengths, pool, self.capacity)]
+            return self._portions([rows[i] for i in generator.permutation(len(rows))], self.budget)
         batches = []
-        for start in range(0, len(order), POOL):
-            pool = order[start : start + POOL]
+        for pool in pools:
             pool = pool[np.argsort(self.lengths[pool], kind="stable")]
             batches += cut(self.lengths, pool, self.budget)
         return [batches[i] for i in generator.permutation(len(batches))]
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Rows]:
         """Goes on from (epoch, position), without end; the state then names the next batch."""
         while True:
             while self.position < len(self._batches):
@@ -194,6 +252,21 @@ class Sampler:
         """Epochs handed out so far, the present one as the share of its batches."""
         return self.epoch + self.position / len(self._batches)
 
+    def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
+        """A batch cut into portions of `budget` slots at most."""
+        if isinstance(rows, np.ndarray):
+            return cut(self.lengths, rows, budget)
+        return self._portions(rows, budget)
+
+    def _portions(self, rows: list[np.ndarray], budget: int) -> list[Rows]:
+        size = max(1, budget // self.capacity)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def examples_of(rows: Rows) -> np.ndarray:
+    """The examples of a batch, row after row."""
+    return rows if isinstance(rows, np.ndarray) else np.concatenate(rows)
+
 
 def token_ledger(store: TokenStore) -> dict[str, int]:
     """Input slots of a store whose next token is learned, and those that are only read."""
@@ -202,8 +275,9 @@ def token_ledger(store: TokenStore) -> dict[str, int]:
     return {"supervised": supervised, "read_only": real - supervised}
 
 
-def padding_ledger(store: TokenStore, batches: Sequence[np.ndarray]) -> dict[str, float]:
+def padding_ledger(store: TokenStore, batches: Sequence[Rows]) -> dict[str, float]:
     """Empty slots that one epoch of these batches holds, and their share of all slots."""
     real = int(store.lengths.sum())
-    slots = sum(len(batch) * int(store.lengths[batch].max()) for batch in batches)
+    lengths = store.lengths
+    slots = sum(len(rows) * max(int(lengths[row].sum()) for row in rows) for rows in batches)
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

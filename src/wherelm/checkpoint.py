@@ -72,7 +72,9 @@ def load(folder: Path) -> Loaded:
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     model = build_model(config, tokenizer.vocab_size)
     load_weights(model, folder)
-    return Loaded(model.eval(), tokenizer, config, load_state(folder))
+    state = load_state(folder)
+    model.scheme.progress(state["share"])
+    return Loaded(model.eval(), tokenizer, config, state)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:

@@ -149,8 +149,7 @@ def typed(kind: type, values: Any, path: str) -> Any:
     for field in dataclasses.fields(kind):
         key = prefix + field.name
         if field.name in values:
-            hint = _dispatch(key, hints[field.name], values[field.name])
-            given[field.name] = _convert(hint, values[field.name], key)
+            given[field.name] = _convert(hints[field.name], values[field.name], key)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{key}: missing; give it a value with {key}=…")
     return kind(**given)
@@ -167,23 +166,23 @@ def unknown_key(key: str, accepted: Sequence[str]) -> str:
     return f"{key}: no such key{guess} (keys of {where}: {', '.join(accepted)})"
 
 
-def _dispatch(key: str, hint: Any, values: Any) -> Any:
-    """Groups of several kinds are told apart by their `name`."""
-    kinds = {
-        "position": {name: scheme.Config for name, scheme in SCHEMES.items()},
-        "optimizer": {name: config for name, (config, _) in OPTIMIZERS.items()},
-        "schedule": SCHEDULES,
-    }.get(key)
-    if kinds is None or not isinstance(values, Mapping):
-        return hint
-    _expect_option(f"{key}.name", values.get("name"), list(kinds))
-    return kinds[values["name"]]
+def _kinds(hint: Any) -> dict[str, type] | None:
+    """Groups of several kinds, which their `name` tells apart."""
+    if hint is PositionScheme.Config:
+        return {name: scheme.Config for name, scheme in SCHEMES.items()}
+    if hint == AdamWConfig | MuonConfig:
+        return {name: config for name, (config, _) in OPTIMIZERS.items()}
+    return SCHEDULES if hint == Schedule else None
 
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
+    kinds = _kinds(hint)
+    if kinds is not None and isinstance(value, Mapping):
+        _expect_option(f"{key}.name", value.get("name"), list(kinds))
+        hint = kinds[value["name"]]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return typed(hint, value, key)
@@ -195,7 +194,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError(f"{key}={value!r}: expected a list such as {key}=[a,b]")
-        return tuple(_convert(arguments[0], item, key) for item in value)
+        return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{key}={value!r}: expected a mapping such as {key}={{name: value}}")
@@ -212,10 +211,14 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 def plain(config: Any) -> dict[str, Any]:
     """The plain nested mapping of a configuration: what is saved, and what `run_config` reads."""
-    values = dataclasses.asdict(config)
-    splits = config.evaluation.splits
-    values["evaluation"]["splits"] = None if splits is None else list(splits)
-    return values
+    return _listed(dataclasses.asdict(config))
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, all the way down: YAML knows no tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def save_yaml(values: Mapping[str, Any], path: Path) -> None:

@@ -26,7 +26,11 @@ MLPS = ("swiglu", "gelu", "relu2")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder's shape; `context` is the longest row that training sees, in tokens."""
+    """The decoder's shape.
+
+    `context` is the longest message that training sees, and `window` how far back a query reads
+    (null: over the whole row), both in tokens.
+    """
 
     layers: int = 4
     width: int = 128
@@ -41,12 +45,22 @@ class ModelConfig:
     tied: bool = False
     softcap: float | None = None
     dropout: float = 0.0
+    window: int | None = None
 
     def __post_init__(self):
         for key, value, options in (("norm", self.norm, NORMS), ("mlp", self.mlp, MLPS)):
             if value not in options:
                 raise ValueError(f"model.{key}={value}: expected one of {', '.join(options)}")
-        for key in ("layers", "width", "heads", "context", "kv_heads", "mlp_width", "softcap"):
+        for key in (
+            "layers",
+            "width",
+            "heads",
+            "context",
+            "kv_heads",
+            "mlp_width",
+            "softcap",
+            "window",
+        ):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ValueError(f"model.{key}={value}: expected a number above 0")
@@ -170,38 +184,52 @@ class Decoder(nn.Module):
         side: str = "right",
         cache: KeyValueCache | None = None,
         first: int = 0,
+        keys_BT: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states, (B, T, D), of tokens (B, T) at positions (B or 1, T).
 
         Only of the slots from `first` on: the last block takes keys and values alone of the others.
         `key_mask_BT` is True where a real token stands (None: everywhere), `segments_BT` tells
-        packed messages apart, `side` is where the padding is. With a cache the T tokens follow
+        packed messages apart, `side` is where the padding is, `keys_BT` names the example of a slot
+        to a scheme that draws positions. With a cache the T tokens follow
         the ones that it holds.
         """
         length = tokens_BT.shape[1]
-        positions_BT = self.scheme.place(positions_BT)
+        longest = length if cache is None else cache.capacity
+        positions_BT = self.scheme.place(positions_BT, keys_BT, longest)
         k_positions_BS, keys = positions_BT, length
         if cache is not None:
             cache.advance(positions_BT, key_mask_BT)
             keys, side = cache.length, "left"
             k_positions_BS = cache.positions_BS[:, :keys]
             key_mask_BT = cache.key_mask_BS[:, :keys] if cache.any_padding else None
-        mask = visible(key_mask_BT, length, keys, tokens_BT.device, side, segments_BT)
-        self.mask_path = mask.path
 
         x_BTD = self.embedding(tokens_BT) * self.config.width**0.5
         x_BTD = self.scheme.embed(x_BTD, positions_BT)
-        biases: dict[PositionScheme, Tensor | None] = {}
+        masks: dict[int | None, Mask] = {}
+        biases: dict[tuple[PositionScheme, int | None], Tensor | None] = {}
         for block in self.blocks:
-            scheme = self.scheme.for_layer(block.layer)
-            if scheme not in biases:
-                biases[scheme] = masked_bias(scheme, positions_BT, k_positions_BS, mask)
-            bias_BHTS, skipped = biases[scheme], 0
+            scheme, window = self.scheme.for_layer(block.layer), self.window(block.layer)
+            if window not in masks:
+                masks[window] = visible(
+                    key_mask_BT, length, keys, tokens_BT.device, side, segments_BT, window
+                )
+            mask = masks[window]
+            if (scheme, window) not in biases:
+                bias_BHTS = scheme.bias(positions_BT, k_positions_BS)
+                biases[scheme, window] = None if bias_BHTS is None else mask.additive(bias_BHTS)
+            bias_BHTS, skipped = biases[scheme, window], 0
             if block is self.blocks[-1] and first:
                 skipped, mask = first, mask.from_slot(first, length, keys, tokens_BT.device)
                 bias_BHTS = None if bias_BHTS is None else bias_BHTS[:, :, first:]
             x_BTD = block(x_BTD, scheme, positions_BT, mask, bias_BHTS, cache, skipped)
+        self.mask_path = "; ".join(mask.path for mask in masks.values())
         return self.final_norm(x_BTD)
+
+    def window(self, layer: int) -> int | None:
+        """How many slots a query of this layer looks back: the scheme's pattern decides first."""
+        own = self.scheme.window(layer)
+        return self.config.window if own is None else own
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores of the next token, (…, V), at least float32."""
@@ -215,18 +243,6 @@ class Decoder(nn.Module):
     def forward(self, *inputs, **named) -> Tensor:
         """Logits (B, T, V) of the same inputs as `hidden`."""
         return self.logits(self.hidden(*inputs, **named))
-
-
-def masked_bias(
-    scheme: PositionScheme, q_positions_BT: Tensor, k_positions_BS: Tensor, mask: Mask
-) -> Tensor | None:
-    """A scheme's bias with -inf where the mask forbids, (B or 1, H, T, S); None without a bias."""
-    bias_BHTS = scheme.bias(q_positions_BT, k_positions_BS)
-    if bias_BHTS is None:
-        return None
-    queries, keys = bias_BHTS.shape[-2:]
-    allowed_B1TS = mask.dense(queries, keys, bias_BHTS.device)
-    return bias_BHTS.masked_fill(~allowed_B1TS, float("-inf"))
 
 
 def next_token_loss(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -248,6 +264,7 @@ def learned_logits(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
         batch.segments_BT,
         batch.side,
         first=batch.first,
+        keys_BT=batch.keys_BT,
     )
     learned_BT = batch.loss_mask_BT[:, batch.first :]
     targets_N = batch.targets_BT[:, batch.first :][learned_BT]

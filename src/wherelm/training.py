@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from wherelm import checkpoint, pipeline, runtime
-from wherelm.batches import Sampler, TokenStore, collate, cut
+from wherelm.batches import Batch, Rows, Sampler, collate, examples_of
 from wherelm.config import RunConfig, plain, save_yaml
 from wherelm.evaluate import evaluate, table
 from wherelm.generate import write_samples
@@ -41,6 +40,7 @@ class State:
     epoch: int = 0
     position: int = 0
     batches_hash: str = ""
+    share: float = 0.0
     validation_loss: float = math.inf
 
 
@@ -74,6 +74,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
         config.seed,
         state.epoch,
         state.position,
+        capacity=config.model.context,
     )
     describe(config, folder, data, model, sampler, device, precision)
 
@@ -81,21 +82,23 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     before = state.seconds
     tracker = Tracker(folder, config, state.step if last else None)
     with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
-        for indices in sampler:
+        for rows in sampler:
             step_started = time.perf_counter()
-            targets = int(sum(store[i][1][1:].sum() for i in indices))
+            model.scheme.progress(share)
+            micro_batches = collated(data, config, sampler, rows)
+            targets = sum(batch.targets for batch in micro_batches)
             done = share_done(config, state.step + 1, state.targets + targets, sampler)
-            loss = accumulate(model, store, indices, data, config, state.step, autocast)
+            loss = accumulate(model, micro_batches, config, state.step, autocast)
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss is {loss} at step {state.step + 1}: lower optimizer.learning_rate, "
                     "or lengthen schedule.warmup"
                 )
             norm = optimizer.step((share + done) / 2, config.training.clip)
-            share = done
+            share = state.share = done
             state.step, state.targets = state.step + 1, state.targets + targets
             state.epoch, state.position = sampler.epoch, sampler.position
-            state.batches_hash = chained_hash(state.batches_hash, indices)
+            state.batches_hash = chained_hash(state.batches_hash, rows)
             state.seconds = before + time.perf_counter() - started
             rate = targets / (time.perf_counter() - step_started)
             tracker.write(
@@ -158,14 +161,18 @@ def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> 
     return sampler.epochs_done / length.epochs
 
 
+def collated(data: pipeline.Data, config: RunConfig, sampler: Sampler, rows: Rows) -> list[Batch]:
+    """The micro-batches of one step."""
+    budget = config.training.micro_tokens or config.training.batch_tokens
+    key = named_seed(config.seed, "positions", sampler.epoch)
+    return [
+        collate(data.stores["train"], part, data.tokenizer.pad, key=key)
+        for part in sampler.micro_batches(rows, budget)
+    ]
+
+
 def accumulate(
-    model: Decoder,
-    store: TokenStore,
-    indices: np.ndarray,
-    data: pipeline.Data,
-    config: RunConfig,
-    step: int,
-    autocast: Any,
+    model: Decoder, micro_batches: list[Batch], config: RunConfig, step: int, autocast: Any
 ) -> float:
     """Adds the gradient of the batch's mean loss, micro-batch after micro-batch; returns the loss.
 
@@ -173,10 +180,6 @@ def accumulate(
     gradient does not depend on how the batch was cut.
     """
     device = model.embedding.weight.device
-    budget = config.training.micro_tokens or config.training.batch_tokens
-    micro_batches = [
-        collate(store, rows, data.tokenizer.pad) for rows in cut(store.lengths, indices, budget)
-    ]
     targets = sum(batch.targets for batch in micro_batches)
     total = torch.zeros((), device=device)
     for number, batch in enumerate(micro_batches):
@@ -227,9 +230,10 @@ def save(
     checkpoint.keep_best_and_last(folder)
 
 
-def chained_hash(former: str, indices: np.ndarray) -> str:
+def chained_hash(former: str, rows: Rows) -> str:
     """A hash over all batches so far: equal hashes mean equal batches in equal order."""
-    return hashlib.sha256(former.encode() + indices.astype("int64").tobytes()).hexdigest()
+    examples = examples_of(rows).astype("int64")
+    return hashlib.sha256(former.encode() + examples.tobytes()).hexdigest()
 
 
 def describe(
@@ -256,6 +260,8 @@ def describe(
         "threads": torch.get_num_threads(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    for line in model.scheme.warnings():
+        log.warning("warning: %s", line)
     log.info("%s\n", pipeline.ledger_table(ledger))
     count = sum(p.numel() for p in model.parameters())
     log.info(

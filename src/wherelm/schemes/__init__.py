@@ -2,13 +2,25 @@
 
 from wherelm.schemes.absolute import Learned, Sinusoidal
 from wherelm.schemes.base import PositionScheme, Shape
-from wherelm.schemes.rotary import Rope
+from wherelm.schemes.contextual import Fox
+from wherelm.schemes.patterns import Hybrid, Randomised
+from wherelm.schemes.relative import T5, Alibi, Fire, Kerple
+from wherelm.schemes.rotary import Drope, Pope, Rope
 
 SCHEMES: dict[str, type[PositionScheme]] = {
     "none": PositionScheme,
     "sinusoidal": Sinusoidal,
     "learned": Learned,
+    "randomised": Randomised,
     "rope": Rope,
+    "drope": Drope,
+    "pope": Pope,
+    "alibi": Alibi,
+    "t5": T5,
+    "kerple": Kerple,
+    "fire": Fire,
+    "fox": Fox,
+    "hybrid": Hybrid,
 }
 
 __all__ = ["SCHEMES", "PositionScheme", "Shape"]

@@ -42,8 +42,14 @@ class PositionScheme(nn.Module):
         self.config = config
         self.shape = shape
 
-    def place(self, positions_BT: Tensor) -> Tensor:
-        """The numbers that positions get; called once for each forward pass."""
+    def place(
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+    ) -> Tensor:
+        """The numbers that positions get; called once for each forward pass, before all else.
+
+        `keys_BT` names the example that a slot belongs to (None: one for all), `longest` is the
+        length that the row may still grow to.
+        """
         return positions_BT
 
     def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
@@ -67,6 +73,13 @@ class PositionScheme(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__} gives tokens values but no bias from them"
         )
+
+    def progress(self, share: float) -> None:
+        """Told the share of training that is done, 0 to 1, before each step and when loading."""
+
+    def window(self, layer: int) -> int | None:
+        """How many slots a query of this layer may look back; None leaves it to model.window."""
+        return None
 
     def for_layer(self, layer: int) -> PositionScheme:
         """The scheme of one layer."""

@@ -107,6 +107,17 @@ SCALINGS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
 }
 
 
+def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
+    """A warning where most pairs turn less than one radian over the context."""
+    slow = int((frequencies_P * context < 1).sum())
+    if slow * 2 <= len(frequencies_P):
+        return []
+    return [
+        f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
+        f"over model.context={context}; a smaller base lets them tell positions apart"
+    ]
+
+
 class Rope(PositionScheme):
     """Pair i of every query and key at position l is rotated by l base^(-2i/K).
 
@@ -168,7 +179,9 @@ class Rope(PositionScheme):
             frequencies_P = scale(frequencies_P, config.factor, config.base, self.shape.context)
         return frequencies_P[: int(config.p * len(frequencies_P))]
 
-    def place(self, positions_BT: Tensor) -> Tensor:
+    def place(
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+    ) -> Tensor:
         # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
         self.positions_BT = None
         return positions_BT
@@ -177,11 +190,12 @@ class Rope(PositionScheme):
         """The rotations at these positions; every layer of a forward pass asks for the same."""
         if positions_BT is not self.positions_BT:
             self.positions_BT = positions_BT
-            table_BTP = rotation_table(positions_BT, self.frequencies_P)
-            if self.config.scaling == "yarn":
-                table_BTP = table_BTP * yarn_magnitude(self.config.factor)
-            self.table_BTP = table_BTP
+            self.table_BTP = rotation_table(positions_BT, self.frequencies_P) * self.magnitude()
         return self.table_BTP
+
+    def magnitude(self) -> float:
+        """What queries and keys are lengthened by."""
+        return yarn_magnitude(self.config.factor) if self.config.scaling == "yarn" else 1.0
 
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
         width = 2 * len(self.frequencies_P)
@@ -195,14 +209,7 @@ class Rope(PositionScheme):
 
     def warnings(self) -> list[str]:
         context = self.shape.context
-        slow = int((self.frequencies_P * context < 1).sum())
-        lines = []
-        if slow * 2 > len(self.frequencies_P):
-            lines.append(
-                f"position.base={self.config.base:g}: {slow} of {len(self.frequencies_P)} pairs "
-                f"turn less than one radian over model.context={context}; a smaller base lets "
-                "them tell positions apart"
-            )
+        lines = slow_pairs(self.frequencies_P, self.config.base, context)
         turns = context / (2 * math.pi)
         if self.config.scaling == "yarn" and turns < yarn_turns(context):
             lines.append(
@@ -210,6 +217,47 @@ class Rope(PositionScheme):
                 f"model.context={context}, so none keeps its frequency"
             )
         return lines
+
+
+class Drope(Rope):
+    """RoPE that is dropped at a share of training: from there on nothing rotates.
+
+    "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings" (Gelberg,
+    Eguchi, Akiba, Cetin, 2025): positions help early in training, and after a short recalibration
+    without them nothing ties the model to its trained length. A checkpoint is read as it was at
+    its own share of training.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        name: str = "drope"
+        base: float = 10_000.0
+        drop_at: float = 0.8
+
+        def __post_init__(self):
+            if self.base <= 1:
+                raise ValueError(f"position.base={self.base}: expected a number above 1")
+            if not 0 <= self.drop_at <= 1:
+                raise ValueError(f"position.drop_at={self.drop_at}: expected a share, 0 to 1")
+
+    def __init__(self, config: Config, shape: Shape):
+        self.dropped = config.drop_at == 0
+        super().__init__(config, shape)
+
+    def frequencies(self) -> Tensor:
+        return rotary_frequencies(self.shape.head_width, self.config.base)
+
+    def magnitude(self) -> float:
+        return 1.0
+
+    def progress(self, share: float) -> None:
+        self.dropped = share >= self.config.drop_at
+
+    def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        return x_BHTK if self.dropped else super().rotate(x_BHTK, positions_BT, role)
+
+    def warnings(self) -> list[str]:
+        return slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
 
 
 class Pope(PositionScheme):
@@ -239,7 +287,9 @@ class Pope(PositionScheme):
         self.delta_HK = nn.Parameter(torch.empty(shape.heads, shape.head_width))
         self.positions_BT: Tensor | None = None
 
-    def place(self, positions_BT: Tensor) -> Tensor:
+    def place(
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+    ) -> Tensor:
         # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
         self.positions_BT = None
         return positions_BT
