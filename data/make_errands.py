@@ -52,54 +52,34 @@ VERBS = {
 FORWARD = (
     "{a.do} before you {b.do}",
     "{a.do} before {b.doing}",
-    "{a.do} ahead of {b.doing}",
-    "{a.do} first and {b.do} afterwards",
     "{a.do} and only then {b.do}",
     "first {a.do}, then {b.do}",
     "after you {a.do}, {b.do}",
-    "after {a.doing}, {b.do}",
     "once you have {a.done}, {b.do}",
-    "when you have {a.done}, {b.do}",
     "as soon as you have {a.done}, {b.do}",
-    "until you have {a.done}, do not {b.do}",
-    "{a.doing} comes before {b.doing}",
 )
 BACKWARD = (
     "before you {b.do}, {a.do}",
     "before {b.doing}, {a.do}",
-    "ahead of {b.doing}, {a.do}",
-    "{b.do}, but {a.do} first",
     "{b.do} after you {a.do}",
-    "{b.do} after {a.doing}",
     "{b.do} only after {a.doing}",
     "{b.do} once you have {a.done}",
-    "{b.do} only when you have {a.done}",
     "do not {b.do} until you {a.do}",
-    "do not {b.do} until you have {a.done}",
     "do not {b.do} before you {a.do}",
-    "{b.doing} comes after {a.doing}",
 )
 # Where both things share their verb, the second mention needs none.
 FORWARD_SHARED = (
     "{a.do} before {b.name}",
-    "{a.do} ahead of {b.name}",
     "first {a.do}, then {b.name}",
     "after {a.name}, {b.do}",
 )
 BACKWARD_SHARED = (
     "{b.do} after {a.name}",
-    "{b.do} only after {a.name}",
     "before {b.name}, {a.do}",
     "do not {b.do} before {a.name}",
 )
-FORWARD_BARE = (
-    "{a.name} must come before {b.name}",
-    "deal with {a.name} before {b.name}",
-)
-BACKWARD_BARE = (
-    "{b.name} must come after {a.name}",
-    "{b.name} must wait for {a.name}",
-)
+FORWARD_BARE = ("{a.name} must come before {b.name}",)
+BACKWARD_BARE = ("{b.name} must come after {a.name}",)
 
 QUESTIONS = {
     "first": ("What comes first?", "What is the first thing?"),
@@ -143,7 +123,7 @@ FILLERS = (
     "You are in the old office today, and I am in the new office.",
 )
 
-TRAINED_LENGTHS = {2: 0.2, 3: 0.4, 4: 0.4}
+TRAINED_LENGTHS = {2: 1.0, 3: 1.0, 4: 1.0}
 
 
 class Split(NamedTuple):

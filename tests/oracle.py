@@ -181,8 +181,7 @@ class NaiveDecoder:
                     k_K = keys[key][head // sharing]
                     if self.config.qk_norm:
                         q_K = _rms_norm(queries[query][head])
-                        q_K = q_K * self.weights[f"{name}.query_norm.weight"]
-                        k_K = _rms_norm(k_K) * self.weights[f"{name}.key_norm.weight"]
+                        k_K = _rms_norm(k_K)
                     pair = Pair(layer, head, query, key, positions, h_TD)
                     scores.append(self.scheme.score(q_K, k_K, pair))
                 weights = [math.exp(score - max(scores)) for score in scores]

@@ -180,7 +180,7 @@ def test_the_splits_hold_what_they_are_for(corpus):
     lengths = {name: [len(told(r)) + 1 for r, _ in rows[:5_000]] for name, rows in corpus.items()}
     for name in ("train", "validation", "test", "padded_out"):
         shares = {k: lengths[name].count(k) / len(lengths[name]) for k in set(lengths[name])}
-        assert shares == pytest.approx({2: 0.2, 3: 0.4, 4: 0.4}, abs=0.06), name
+        assert shares == pytest.approx({2: 1 / 3, 3: 1 / 3, 4: 1 / 3}, abs=0.06), name
     assert set(lengths["longer"]) == {5, 6, 7, 8}
     assert set(lengths["shuffled"]) == {4}
     for name, rows in corpus.items():
@@ -351,7 +351,7 @@ def test_the_vocabulary_is_as_wide_as_promised():
     a, b = Thing("send", "report"), Thing("print", "slides")
     for forward in (True, False):
         family, *_ = make_errands.templates(a, b, forward)
-        assert len(family) >= 12
+        assert len(family) >= 7
         for template in family:
             named = mentions(template.format(a=a, b=b))
             assert named == (["report", "slides"] if forward else ["slides", "report"])

@@ -233,11 +233,6 @@ class Attention(nn.Module):
         self.key = nn.Linear(context_width, self.kv_heads * head_width, bias=bias)
         self.value = nn.Linear(context_width, self.kv_heads * head_width, bias=bias)
         self.output = nn.Linear(heads * head_width, width, bias=bias)
-        if qk_norm:
-            # Bounded scores at any learning rate (Henry et al., 2020). Without the learned weights
-            # the bound would be sqrt(K), too low for a narrow head to attend to one key alone.
-            self.query_norm = nn.RMSNorm(head_width, eps=1e-6)
-            self.key_norm = nn.RMSNorm(head_width, eps=1e-6)
 
     def forward(
         self,
@@ -255,7 +250,9 @@ class Attention(nn.Module):
         k_BGSK = self.key(context_BSC).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         v_BGSK = self.value(context_BSC).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         if self.qk_norm:
-            q_BHTK, k_BGSK = self.query_norm(q_BHTK), self.key_norm(k_BGSK)
+            # Bounded scores at any learning rate (Henry et al., 2020).
+            q_BHTK = F.rms_norm(q_BHTK, (self.head_width,), eps=1e-6)
+            k_BGSK = F.rms_norm(k_BGSK, (self.head_width,), eps=1e-6)
         q_BHTK = scheme.rotate(q_BHTK, q_positions_BT, "query")
         k_BGSK = scheme.rotate(k_BGSK, k_positions_BS, "key")
         values_BHS = scheme.token_value(context_BSC)
