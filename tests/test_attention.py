@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import difference, packed, padded, ragged_store, random_decoder
 
+from wherelm import attention
 from wherelm.attention import Attention, KeyValueCache, Mask, attend, attend_textbook, visible
 from wherelm.runtime import autocast
 from wherelm.schemes import PositionScheme, Shape
@@ -196,3 +197,34 @@ def test_fractional_positions_reach_the_cache_whole():
     cache.advance(torch.tensor([[0.25, 1.5]], dtype=torch.float64), None)
     assert cache.positions_BS.tolist() == [[0.25, 1.5]]
     assert cache.positions_BS.dtype == torch.float64
+
+
+@pytest.mark.parametrize("form", ["causal", "window", "left", "bias", "none"])
+def test_plain_products_and_the_fused_kernel_agree_with_the_textbook(form, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, queries, keys, width = 3, 2, 9, 9, 4
+    shape = (rows, heads, queries, width)
+    values = [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
+    key_mask = torch.ones(rows, keys, dtype=torch.bool)
+    key_mask[1, :4] = False
+    cpu = torch.device("cpu")
+    mask = {
+        "causal": visible(None, queries, keys, cpu),
+        "window": visible(None, queries, keys, cpu, window=3),
+        "left": visible(key_mask, queries, keys, cpu, side="left"),
+        "bias": visible(None, queries, keys, cpu),
+        "none": Mask(False, None, ""),
+    }[form]
+    bias = torch.randn(1, heads, queries, keys, generator=generator, requires_grad=True)
+    added = mask.additive(bias) if form == "bias" else None
+    allowed = mask.dense(queries, keys, cpu)
+    results = [attend_textbook(*values, 0.7, allowed, bias if form == "bias" else None)[0]]
+    for short in (0, 96):
+        monkeypatch.setattr(attention, "SHORT", short)
+        results.append(attention.attend(*values, 0.7, mask, added))
+    leaves = [*values, *([bias] if form == "bias" else [])]
+    gradients = [torch.autograd.grad(r.square().sum(), leaves, retain_graph=True) for r in results]
+    for result, gradient in zip(results[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+        for a, b in zip(gradient, gradients[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
