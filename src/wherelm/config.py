@@ -34,6 +34,7 @@ class TrainingConfig:
     precision: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    show_batch: bool = False
 
     def __post_init__(self):
         lengths = {key: getattr(self, key) for key in ("steps", "epochs", "tokens")}

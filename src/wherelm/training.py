@@ -16,6 +16,7 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from wherelm import checkpoint, pipeline, runtime
+from wherelm.batch_view import batch_text
 from wherelm.batches import Batch, Rows, Sampler, collate, examples_of
 from wherelm.config import RunConfig, plain, save_yaml
 from wherelm.evaluate import evaluate, table
@@ -112,6 +113,8 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             )
             line = f"step {state.step} loss {loss:.3f} lr {optimizer.learning_rate:.1e}"
             tracker.progress(min(share, 1.0), f"{line} {rate:,.0f} targets/s")
+            if state.step == 1 and config.training.show_batch:
+                log.info("%s", batch_text(micro_batches[0], data.tokenizer))
             if state.step == 1:
                 log.info("first step after %.1f s; attention: %s", state.seconds, model.mask_path)
             ended = share >= 1 or bool(stop)
