@@ -272,9 +272,20 @@ def write_samples(model: Decoder, tokenizer: Tokenizer, store: TokenStore, count
     sampling = Sampling(greedy=True, max_tokens=max(1, model.config.context // 2))
     replies = generate(model, prompts, sampling, tokenizer.eos)
     return "\n".join(
-        f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(reply.tokens)}\n"
+        f"{_turns(prompt, tokenizer)}\n{tokenizer.decode(reply.tokens)}\n"
         for prompt, reply in zip(prompts, replies, strict=True)
     )
+
+
+def _turns(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    """A prompt as text, a line a turn: the control tokens stand between them."""
+    turns: list[list[int]] = [[]]
+    for token in prompt:
+        if tokenizer.control_name(token) is None:
+            turns[-1].append(token)
+        elif turns[-1]:
+            turns.append([])
+    return "\n".join(f"> {tokenizer.decode(turn)}" for turn in turns if turn)
 
 
 class _Chooser:

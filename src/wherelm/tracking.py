@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import netrc
 import os
 import sys
 from pathlib import Path
@@ -88,10 +89,15 @@ def start_wandb(folder: Path, config: RunConfig) -> Any:
 
 
 def wandb_key() -> str | None:
-    """The API key of the environment or of an earlier `wandb login`; asks nobody."""
-    import wandb
-
-    return os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+    """The API key of the environment, or the one that `wandb login` left in netrc; asks nobody."""
+    key = os.environ.get("WANDB_API_KEY")
+    if key:
+        return key
+    try:
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return next((login[2] for host, login in hosts.items() if host.endswith("wandb.ai")), None)
 
 
 def _init_wandb(wandb: Any, folder: Path, config: RunConfig, mode: str) -> Any:

@@ -1,0 +1,112 @@
+"""The command that draws a model's messages, or the lecture, as a page or as a PNG.
+
+Torch is imported after the options are read, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from wherelm.page import write
+from wherelm.probes import ArgumentParser
+
+EPILOG = """\
+The page needs no network and no other file. It shows the tokens with their masks, segments and
+positions; for the token under the pointer, its row of attention in each layer and head; mean
+attention by distance; and the shape of the position scheme. Two messages stand side by side, each
+with the model's own answer, which is read as well. --out FILE.png draws the same for papers.
+
+Without a message the pair of the lecture is shown; without a RUN, the newest run's best checkpoint
+below runs/, else data/pretrained/errands.
+
+examples:
+  python -m wherelm.visualize runs/errands/2026-01-31_12-00-00 "Send the report before the slides."
+  python -m wherelm.visualize data/pretrained/errands --out pair.png
+  python -m wherelm.visualize --lecture
+"""
+
+
+def argument_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m wherelm.visualize",
+        description="Draws what a trained model does with one or two messages, or the lecture "
+        '"Attention and Position" as a page whose numbers are computed by this project.',
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run or checkpoint folder")
+    parser.add_argument("messages", nargs="*", metavar="MESSAGE", help="one or two messages")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="FILE.html or FILE.png (default: visualize.html, or lecture.html with --lecture)",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="read messages as plain text, not as conversations"
+    )
+    parser.add_argument("--lecture", action="store_true", help="write the lecture's page")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = argument_parser().parse_intermixed_args(arguments)
+    try:
+        path = check(options)
+        content = lecture_page(options) if options.lecture else message_picture(options, path)
+        write(path, content)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+def check(options: argparse.Namespace) -> Path:
+    """Where to write; ValueError for options that cannot stand together."""
+    path = Path(options.out or ("lecture.html" if options.lecture else "visualize.html"))
+    endings = (".html",) if options.lecture else (".html", ".png")
+    if path.suffix not in endings:
+        expected = " or ".join(f"a name that ends in {ending}" for ending in endings)
+        raise ValueError(f"--out {path}: expected {expected}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: the folder {path.parent} does not exist")
+    if options.lecture and (options.messages or options.raw):
+        raise ValueError("--lecture takes no messages and no --raw: it shows its own sentences")
+    if len(options.messages) > 2:
+        raise ValueError(
+            f"{len(options.messages)} messages: expected one or two (put each in quotes)"
+        )
+    if any(not message.strip() for message in options.messages):
+        raise ValueError("an empty message: give it some text")
+    return path
+
+
+def lecture_page(options: argparse.Namespace) -> str:
+    from wherelm import lecture
+    from wherelm.config import project_root
+
+    return lecture.page(project_root(), options.run)
+
+
+def message_picture(options: argparse.Namespace, path: Path) -> str | bytes:
+    from wherelm import checkpoint
+    from wherelm.config import project_root
+    from wherelm.message_page import PAIR, look, message_page
+
+    folder = checkpoint.find(options.run, project_root())
+    loaded = checkpoint.load(folder)
+    raw = options.raw or loaded.config.data.format == "stream"
+    views, batch = look(loaded, options.messages or PAIR, raw)
+    if path.suffix == ".png":
+        from wherelm.figures import message_figure
+
+        return message_figure(views, loaded)
+    return message_page(views, batch, loaded, os.path.relpath(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
