@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wherelm.batches import TokenStore, padding_ledger, token_ledger
+from wherelm.batches import (
+    BATCHINGS,
+    POOL,
+    Sampler,
+    TokenStore,
+    padding_ledger,
+    token_ledger,
+)
 from wherelm.config import RunConfig
 from wherelm.sources import load_examples
 from wherelm.tokenizer import Tokenizer, tokenize
@@ -46,13 +53,25 @@ def prepare(
     return Data(tokenizer, stores, ledger)
 
 
-def full_ledger(data: Data, batches: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The ledger with tokens, and how often each position is trained in an epoch of `batches`."""
+def full_ledger(data: Data, sampler: Sampler) -> dict[str, Any]:
+    """The ledger with tokens: the sampler's first epoch, and how often each position is trained.
+
+    `padding_by_batching` is what each way of batching would leave, on one pool of examples.
+    """
+    train = data.stores["train"]
     ledger = {}
     for split, counts in data.ledger.items():
         ledger[split] = counts | {"tokens": token_ledger(data.stores[split])}
-    ledger["train"]["tokens"] |= padding_ledger(data.stores["train"], batches)
-    return ledger | {"trained_positions": data.stores["train"].trained_positions().tolist()}
+    ledger["train"]["tokens"] |= padding_ledger(train, sampler.batches_of(0))
+    pool = train.first(POOL)
+    shares = {}
+    for batching in BATCHINGS:
+        other = replace(sampler, lengths=pool.lengths, batching=batching, epoch=0, position=0)
+        shares[batching] = padding_ledger(pool, other.batches_of(0))["padding_share"]
+    return ledger | {
+        "padding_by_batching": shares,
+        "trained_positions": train.trained_positions().tolist(),
+    }
 
 
 def ledger_table(ledger: dict[str, Any]) -> str:
@@ -70,7 +89,7 @@ def ledger_table(ledger: dict[str, Any]) -> str:
     }
     lines = [f"{'':12}" + "".join(f"{name:>11}" for name in columns)]
     for split, counts in ledger.items():
-        if split == "trained_positions":
+        if "messages" not in counts:
             continue
         cells = [counts[part].get(key) for part, key in columns.values()]
         shown = ["-" if cell is None else f"{cell:,}" for cell in cells]
@@ -78,9 +97,11 @@ def ledger_table(ledger: dict[str, Any]) -> str:
         lines += [f"  skipped {place}" for place in counts["messages"]["first_malformed"]]
     positions = np.array(ledger["trained_positions"])
     share = ledger["train"]["tokens"]["padding_share"]
+    others = ", ".join(f"{name} {part:.1%}" for name, part in ledger["padding_by_batching"].items())
     lines.append(
-        f"padding {share:.1%} of all slots; targets at positions {np.flatnonzero(positions)[0]} to "
-        f"{len(positions) - 1}, half of them before {_median(positions)}"
+        f"padding {share:.1%} of all slots (one pool: {others}); targets at positions "
+        f"{np.flatnonzero(positions)[0]} to {len(positions) - 1}, half of them before "
+        f"{_median(positions)}"
     )
     return "\n".join(lines)
 

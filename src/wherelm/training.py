@@ -249,7 +249,7 @@ def describe(
     precision: str,
 ) -> None:
     """Writes config, tokeniser, ledger and environment, and logs what will be trained on what."""
-    ledger = pipeline.full_ledger(data, sampler.batches_of(0))
+    ledger = pipeline.full_ledger(data, sampler)
     folder.mkdir(parents=True, exist_ok=True)
     save_yaml(plain(config), folder / "config.yaml")
     data.tokenizer.save(folder / "tokenizer.json")
