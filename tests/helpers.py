@@ -6,9 +6,11 @@ Shapes: B rows, T slots, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wherelm.batches import Batch, TokenStore, collate
@@ -61,29 +63,11 @@ def padded(store: TokenStore, indices: list[int] | range, side: str = "right") -
 
 
 def packed(store: TokenStore, rows: list[list[int]], spare: int = 2) -> Batch:
-    """Several examples a row, each with its own segment and positions, and `spare` empty slots."""
-    width = max(sum(int(store.lengths[i]) for i in row) for row in rows) + spare
-    names = (
-        "tokens_BT",
-        "targets_BT",
-        "key_mask_BT",
-        "loss_mask_BT",
-        "positions_BT",
-        "segments_BT",
-    )
-    tensors = {n: torch.zeros(len(rows), width, dtype=torch.long) for n in names}
-    for b, row in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(row, start=1):
-            ids, learned = (torch.from_numpy(part.copy()) for part in store[index])
-            length = len(ids) - 1
-            values = (ids[:-1], ids[1:], 1, learned[1:].long(), torch.arange(length), segment)
-            for name, value in zip(names, values, strict=True):
-                tensors[name][b, start : start + length] = value
-            start += length
-    for name in ("key_mask_BT", "loss_mask_BT"):
-        tensors[name] = tensors[name].bool()
-    return Batch(**tensors, side="packed")
+    """Several examples a row, with `spare` empty slots behind the longest row."""
+    batch = collate(store, [np.array(row) for row in rows], PAD)
+    assert batch.side == "packed"
+    names = (field.name for field in fields(batch) if field.name.endswith("_BT"))
+    return replace(batch, **{name: F.pad(getattr(batch, name), (0, spare)) for name in names})
 
 
 def with_random_pads(batch: Batch, seed: int = 1) -> Batch:
@@ -100,7 +84,12 @@ def with_random_pads(batch: Batch, seed: int = 1) -> Batch:
 def batch_logits(model: Decoder, batch: Batch) -> Tensor:
     """Logits of every slot, (B, T, V)."""
     return model(
-        batch.tokens_BT, batch.positions_BT, batch.key_mask_BT, batch.segments_BT, batch.side
+        batch.tokens_BT,
+        batch.positions_BT,
+        batch.key_mask_BT,
+        batch.segments_BT,
+        batch.side,
+        keys_BT=batch.keys_BT,
     )
 
 
@@ -115,8 +104,15 @@ def real_logits(model: Decoder, batch: Batch) -> list[Tensor]:
     ]
 
 
+def alone_logits(model: Decoder, store: TokenStore, index: int) -> Tensor:
+    """Logits (T, V) of one example alone, without padding or masks, under its own number."""
+    batch = collate(store, [index], PAD)
+    with torch.no_grad():
+        return model(batch.tokens_BT, batch.positions_BT, keys_BT=batch.keys_BT)[0]
+
+
 def row_logits(model: Decoder, tokens: Tensor | list[int]) -> Tensor:
-    """Logits (T, V) of one message alone, without padding or masks."""
+    """Logits (T, V) of tokens that belong to no numbered example."""
     tokens_1T = torch.as_tensor(tokens)[None]
     with torch.no_grad():
         return model(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0]

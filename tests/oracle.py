@@ -9,9 +9,11 @@ Shapes: T tokens, D width, K head width.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 
 class Pair(NamedTuple):
@@ -32,6 +34,10 @@ class Pair(NamedTuple):
     def key_position(self) -> float:
         return self.positions[self.key]
 
+    @property
+    def back(self) -> float:
+        return self.query_position - self.key_position
+
 
 class NaiveNone:
     """No positions. Another scheme overrides what it changes.
@@ -45,12 +51,27 @@ class NaiveNone:
     def __init__(self, config: Any, shape: Any, weights: dict[str, np.ndarray]):
         self.config, self.shape, self.weights = config, shape, weights
 
+    def place(self, positions: list[float], key: int) -> list[float]:
+        return positions
+
     def embed(self, x_D: np.ndarray, position: float) -> np.ndarray:
         return x_D
 
     def score(self, q_K: np.ndarray, k_K: np.ndarray, pair: Pair) -> float:
         """What enters the softmax."""
-        return float(q_K @ k_K) / math.sqrt(self.shape.head_width)
+        return float(q_K @ k_K) / math.sqrt(self.shape.head_width) + self.bias(pair)
+
+    def bias(self, pair: Pair) -> float:
+        return 0.0
+
+    def window(self, layer: int) -> int | None:
+        """How many of the newest tokens a query reads; None leaves it to the model."""
+        return None
+
+    def inner(self, config: Any, prefix: str) -> NaiveNone:
+        """A scheme inside this one, with its part of the weights."""
+        own = {k[len(prefix) :]: v for k, v in self.weights.items() if k.startswith(prefix)}
+        return oracle_for(config.name)(config, self.shape, own)
 
 
 class NaiveSinusoidal(NaiveNone):
@@ -74,13 +95,38 @@ class NaiveLearned(NaiveNone):
 
 
 class NaiveRope(NaiveNone):
+    def angles(self, width: int) -> list[float]:
+        """Radians for each step of position; pairs beyond them stand still."""
+        config = self.config
+        rotating = 2 * round(config.fraction * width / 2)
+        base, factor = config.base, config.factor
+        if config.scaling == "ntk":
+            base *= factor ** (rotating / (rotating - 2))
+        angles = [base ** (-2 * i / rotating) for i in range(rotating // 2)]
+        if config.scaling == "linear":
+            angles = [angle / factor for angle in angles]
+        if config.scaling == "yarn":
+            kept = [self.yarn_kept(i, rotating) for i in range(rotating // 2)]
+            angles = [a * k + a / factor * (1 - k) for a, k in zip(angles, kept, strict=True)]
+        return angles[: int(config.p * (rotating // 2))]
+
+    def yarn_kept(self, i: int, width: int) -> float:
+        length, base = self.shape.context, self.config.base
+        turns = length / (2 * math.pi)
+        beta = 32 ** (math.log(turns) / math.log(4096 / (2 * math.pi)))
+        low = math.floor(width * math.log(turns / beta) / (2 * math.log(base)))
+        high = math.ceil(width * math.log(turns) / (2 * math.log(base)))
+        return min(max((high - i) / (high - low), 0.0), 1.0)
+
     def turned(self, x_K: np.ndarray, position: float) -> np.ndarray:
         """R(position) x with R built as one block-diagonal matrix."""
         matrix = np.eye(len(x_K))
-        width = 2 * round(self.config.fraction * len(x_K) / 2)
-        for i in range(width // 2):
-            angle = position * self.config.base ** (-2 * i / width)
-            cosine, sine = math.cos(angle), math.sin(angle)
+        length = 1.0
+        if getattr(self.config, "scaling", None) == "yarn":
+            length += 0.1 * math.log(self.config.factor)
+        for i, frequency in enumerate(self.angles(len(x_K))):
+            cosine = length * math.cos(position * frequency)
+            sine = length * math.sin(position * frequency)
             matrix[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = [[cosine, -sine], [sine, cosine]]
         return matrix @ x_K
 
@@ -89,11 +135,135 @@ class NaiveRope(NaiveNone):
         return super().score(q_K, self.turned(k_K, pair.key_position), pair)
 
 
+class NaiveDrope(NaiveRope):
+    """Before the drop, or with drop_at = 0 after it."""
+
+    def angles(self, width):
+        pairs = width // 2 if self.config.drop_at else 0
+        return [self.config.base ** (-2 * i / width) for i in range(pairs)]
+
+
+class NaivePope(NaiveNone):
+    def score(self, q_K, k_K, pair):
+        total, width = 0.0, len(q_K)
+        back = pair.key_position - pair.query_position
+        for c in range(width):
+            size = math.log1p(math.exp(q_K[c])) * math.log1p(math.exp(k_K[c]))
+            angle = back * self.config.base ** (-c / width) + self.weights["delta_HK"][pair.head, c]
+            total += size * math.cos(angle)
+        return total / math.sqrt(width)
+
+
+class NaiveAlibi(NaiveNone):
+    def bias(self, pair):
+        assert self.shape.heads in (2, 4, 8), "the rule for other numbers of heads is longer"
+        return -pair.back * 2 ** (-8 * (pair.head + 1) / self.shape.heads)
+
+
+class NaiveT5(NaiveNone):
+    def bias(self, pair):
+        buckets = self.config.buckets
+        exact = buckets // 2
+        largest = self.config.max_distance or max(exact + 1, self.shape.context // 4)
+        bucket = pair.back
+        if bucket >= exact:
+            share = math.log(pair.back / exact) / math.log(largest / exact)
+            bucket = min(exact + int(share * (buckets - exact)), buckets - 1)
+        return float(self.weights["table_NH"][bucket, pair.head])
+
+
+class NaiveKerple(NaiveNone):
+    def bias(self, pair):
+        raw1, raw2 = self.weights["raw1_H"][pair.head], self.weights["raw2_H"][pair.head]
+        r1 = math.log1p(math.exp(raw1))
+        if self.config.form == "power":
+            return -r1 * pair.back ** (2 / (1 + math.exp(-raw2)))
+        return -r1 * math.log(1 + math.log1p(math.exp(raw2)) * pair.back)
+
+
+class NaiveFire(NaiveNone):
+    # Invariant only while every query stands before L.
+    shift_invariant = None
+
+    def bias(self, pair):
+        c = abs(float(self.weights["c"][0]))
+        start = max(1.0, self.shape.context / 4)
+        threshold = abs(float(self.weights["threshold"][0])) * start
+        share = math.log(c * pair.back + 1) / math.log(c * max(pair.query_position, threshold) + 1)
+        total = 0.0
+        for f in range(self.config.inner):
+            inner = share * self.weights["up_F1"][f, 0] + self.weights["up_bias_F"][f]
+            total += self.weights["down_HF"][pair.head, f] * max(inner, 0.0)
+        return float(total)
+
+
+class NaiveFox(NaiveNone):
+    def bias(self, pair):
+        weight_D = self.weights[f"layers.{pair.layer}.weight_HD"][pair.head]
+        bias = self.weights[f"layers.{pair.layer}.bias_H"][pair.head]
+        total = 0.0
+        for token in range(pair.key + 1, pair.query + 1):
+            total -= math.log1p(math.exp(-float(weight_D @ pair.inputs_TD[token] + bias)))
+        return total
+
+
+class NaiveHybrid(NaiveNone):
+    def __init__(self, config, shape, weights):
+        super().__init__(config, shape, weights)
+        self.entries = [
+            self.inner(entry.scheme, f"schemes.{i}.") for i, entry in enumerate(config.pattern)
+        ]
+
+    @property
+    def shift_invariant(self):
+        return all(entry.shift_invariant for entry in self.entries)
+
+    def embed(self, x_D, position):
+        for entry in self.entries[: self.shape.layers]:
+            x_D = entry.embed(x_D, position)
+        return x_D
+
+    def score(self, q_K, k_K, pair):
+        turn, entry = divmod(pair.layer, len(self.entries))
+        return self.entries[entry].score(q_K, k_K, pair._replace(layer=turn))
+
+    def window(self, layer):
+        return self.config.pattern[layer % len(self.entries)].window
+
+
+class NaiveRandomised(NaiveNone):
+    # Other positions are other draws.
+    shift_invariant = None
+
+    def __init__(self, config, shape, weights):
+        super().__init__(config, shape, weights)
+        self.length = config.length or 8 * shape.context
+        self.shape = replace(shape, context=self.length)
+        self.subset = shape.context
+        self.scheme = self.inner(config.scheme, "inner.")
+        self.embed, self.score = self.scheme.embed, self.scheme.score
+
+    def place(self, positions, key):
+        size = self.subset * math.ceil((max(positions) + 1) / self.subset)
+        generator = torch.Generator().manual_seed(key)
+        drawn = sorted(torch.randperm(self.length, generator=generator)[:size].tolist())
+        return [drawn[position] for position in positions]
+
+
 ORACLES: dict[str, type[NaiveNone]] = {
     "none": NaiveNone,
     "sinusoidal": NaiveSinusoidal,
     "learned": NaiveLearned,
+    "randomised": NaiveRandomised,
     "rope": NaiveRope,
+    "drope": NaiveDrope,
+    "pope": NaivePope,
+    "alibi": NaiveAlibi,
+    "t5": NaiveT5,
+    "kerple": NaiveKerple,
+    "fire": NaiveFire,
+    "fox": NaiveFox,
+    "hybrid": NaiveHybrid,
 }
 
 
@@ -125,9 +295,12 @@ class NaiveDecoder:
         naive_scheme = oracle_for(model.scheme.config.name)
         self.scheme = naive_scheme(model.scheme.config, model.config.shape, own)
 
-    def logits(self, tokens: list[int], positions: list[float] | None = None) -> np.ndarray:
-        """(T, V) of one message."""
+    def logits(
+        self, tokens: list[int], positions: list[float] | None = None, key: int = 0
+    ) -> np.ndarray:
+        """(T, V) of one message; `key` is the number of the example."""
         positions = list(range(len(tokens))) if positions is None else positions
+        positions = self.scheme.place(positions, key)
         scale = math.sqrt(self.config.width)
         embedding = self.weights["embedding.weight"]
         x_TD = [
@@ -171,13 +344,15 @@ class NaiveDecoder:
             [self._linear(h, f"{name}.{part}").reshape(-1, width) for h in h_TD]
             for part in ("query", "key", "value")
         )
+        window = self.scheme.window(layer) or self.config.window or len(h_TD)
         outputs = []
         for query in range(len(h_TD)):
+            read = range(max(0, query + 1 - window), query + 1)
             heads = []
             for head in range(self.config.heads):
                 q_K = queries[query][head]
                 scores = []
-                for key in range(query + 1):
+                for key in read:
                     k_K = keys[key][head // sharing]
                     if self.config.qk_norm:
                         q_K = _rms_norm(queries[query][head])
@@ -186,7 +361,10 @@ class NaiveDecoder:
                     scores.append(self.scheme.score(q_K, k_K, pair))
                 weights = [math.exp(score - max(scores)) for score in scores]
                 heads.append(
-                    sum(w * values[key][head // sharing] for key, w in enumerate(weights))
+                    sum(
+                        w * values[key][head // sharing]
+                        for key, w in zip(read, weights, strict=True)
+                    )
                     / sum(weights)
                 )
             outputs.append(self._linear(np.concatenate(heads), f"{name}.output"))

@@ -2,7 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from wherelm.batches import POOL, Sampler, TokenStore, collate, cut, padding_ledger
+from wherelm.batches import (
+    POOL,
+    Sampler,
+    TokenStore,
+    collate,
+    cut,
+    examples_of,
+    pack,
+    padding_ledger,
+)
 
 PAD = 0
 STORE = TokenStore.from_lists(
@@ -120,3 +129,114 @@ def test_a_batch_moves_whole():
     batch = collate(STORE, [0, 1], PAD).to(torch.device("cpu"))
     assert batch.side == "right"
     assert batch.tokens_BT.device.type == "cpu"
+
+
+# Packing
+
+
+def test_packed_rows_hold_several_examples_by_hand():
+    batch = collate(STORE, [np.array([1, 2]), np.array([0])], PAD)
+    assert batch.side == "packed"
+    assert batch.tokens_BT.tolist() == [[1, 5, 1, 6, 6], [1, 7, 8, 9, 0]]
+    assert batch.targets_BT.tolist() == [[5, 2, 6, 6, 2], [7, 8, 9, 2, 0]]
+    assert batch.key_mask_BT.tolist() == [[True] * 5, [True] * 4 + [False]]
+    assert batch.loss_mask_BT.tolist() == [
+        [True, True, True, False, True],
+        [False, True, True, True, False],
+    ]
+    assert batch.positions_BT.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 0]]
+    assert batch.segments_BT.tolist() == [[1, 1, 2, 2, 2], [1, 1, 1, 1, 0]]
+    assert batch.first == 0
+
+
+def test_rows_of_one_example_each_are_an_ordinary_batch():
+    rows, plain = collate(STORE, [np.array([0]), np.array([1])], PAD), collate(STORE, [0, 1], PAD)
+    assert rows.side == "right"
+    assert torch.equal(rows.positions_BT, plain.positions_BT)
+    assert torch.equal(rows.tokens_BT, plain.tokens_BT)
+
+
+def test_an_example_keeps_its_number_wherever_it_stands_and_an_empty_slot_has_0():
+    plain = [int(collate(STORE, [i], PAD, key=5).keys_BT[0, 0]) for i in range(3)]
+    packed = collate(STORE, [np.array([1, 2]), np.array([0])], PAD, key=5)
+    assert packed.keys_BT[0].tolist() == [plain[1]] * 2 + [plain[2]] * 3
+    assert packed.keys_BT[1].tolist() == [plain[0]] * 4 + [0]
+    keys = {int(k) for key in (0, 1) for k in collate(STORE, range(3), PAD, key=key).keys_BT[:, 0]}
+    assert len(keys) == 6
+    assert min(keys) > 0
+
+
+def test_packing_puts_an_example_into_the_fullest_row_that_has_room():
+    lengths = np.array([6, 5, 4, 3, 2])
+    rows = pack(lengths, np.arange(5), 10)
+    assert sorted(sorted(lengths[row].tolist()) for row in rows) == [[2, 3, 5], [4, 6]]
+    longer = pack(np.array([3, 12, 10]), np.arange(3), 10)
+    assert sorted(row.tolist() for row in longer) == [[0], [1], [2]]
+
+
+def test_packing_stays_within_the_capacity_and_wastes_little():
+    lengths = many().lengths
+    rows = pack(lengths, np.arange(len(lengths)), 128)
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+    used = np.array([lengths[row].sum() for row in rows])
+    assert used.max() <= 128
+    assert len(rows) <= 1.01 * np.ceil(lengths.sum() / 128)
+
+
+def packed_sampler(lengths, budget=2048, **state):
+    return Sampler(lengths, budget, "packed", seed=1, capacity=128, **state)
+
+
+def test_a_packed_epoch_holds_every_example_once_within_the_budget():
+    lengths = many().lengths
+    batches = packed_sampler(lengths).batches_of(0)
+    assert sorted(np.concatenate([examples_of(b) for b in batches]).tolist()) == list(range(5000))
+    assert {len(batch) for batch in batches[:-1]} == {2048 // 128}
+    assert max(lengths[row].sum() for batch in batches for row in batch) <= 128
+
+
+def test_the_state_of_a_packed_sampler_is_seed_epoch_and_position():
+    lengths = many(300).lengths
+    stream = iter(packed_sampler(lengths))
+    seen = [[row.tolist() for row in next(stream)] for _ in range(12)]
+    first = packed_sampler(lengths)
+    stream = iter(first)
+    for _ in range(7):
+        next(stream)
+    second = iter(packed_sampler(lengths, epoch=first.epoch, position=first.position))
+    assert [[row.tolist() for row in next(second)] for _ in range(5)] == seen[7:]
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "padded", "packed"])
+def test_micro_batches_are_the_batch_in_portions_of_the_budget(batching):
+    store = many(500)
+    sampler = Sampler(store.lengths, 2048, batching, seed=1, capacity=128)
+    rows = sampler.batches_of(0)[0]
+    parts = sampler.micro_batches(rows, 512)
+    assert len(parts) > 1
+    together = np.concatenate([examples_of(part) for part in parts])
+    assert together.tolist() == examples_of(rows).tolist()
+    for part in parts:
+        assert collate(store, part, PAD).tokens_BT.numel() <= 512
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "padded", "packed"])
+def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching):
+    store = many(2000)
+    batches = Sampler(store.lengths, 2048, batching, seed=1, capacity=128).batches_of(0)
+    masks = [collate(store, rows, PAD).key_mask_BT for rows in batches]
+    empty = sum(int((~mask).sum()) for mask in masks)
+    ledger = padding_ledger(store, batches)
+    assert ledger["padding"] == empty
+    assert ledger["padding_share"] == round(empty / sum(mask.numel() for mask in masks), 4)
+
+
+def test_packing_leaves_less_padding_than_padded_rows():
+    store = many(2000)
+    shares = [
+        padding_ledger(
+            store, Sampler(store.lengths, 2048, batching, 1, capacity=128).batches_of(0)
+        )["padding_share"]
+        for batching in ("packed", "padded")
+    ]
+    assert shares[0] < 0.02 < shares[1]

@@ -430,7 +430,8 @@ def test_claim_11_padded_positions_supply_no_value_to_any_real_query(name, side)
     batch, real = two_messages(side)
     with torch.no_grad():
         logits = batch_logits(model, batch)[1, real]
-        alone = model(torch.tensor([[SEND, REPORT]]), torch.arange(2)[None])[0]
+        tokens, positions = torch.tensor([[SEND, REPORT]]), torch.arange(2)[None]
+        alone = model(tokens, positions, keys_BT=batch.keys_BT[1:, real])[0]
         assert difference(logits, alone) <= 1e-5
         for other in range(6, 20):
             tokens_BT = batch.tokens_BT.masked_fill(~batch.key_mask_BT, other)

@@ -18,9 +18,7 @@ PRETRAINED = ROOT / "data" / "pretrained"
 
 def asked(lines, loaded):
     rows = [json.loads(line)["messages"] for line in lines]
-    prompts = [
-        loaded.tokenizer.encode_spans(prompt_spans([Message(**row[0])]))[0] for row in rows
-    ]
+    prompts = [loaded.tokenizer.encode_spans(prompt_spans([Message(**row[0])]))[0] for row in rows]
     sampling = Sampling(greedy=True, max_tokens=24)
     replies = generate(loaded.model, prompts, sampling, loaded.tokenizer.eos)
     return [

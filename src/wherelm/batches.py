@@ -98,6 +98,11 @@ class TokenStore:
         """Input slots of each example: one less than its tokens, for the last has no target."""
         return np.diff(self.offsets) - 1
 
+    def first(self, count: int) -> TokenStore:
+        """The first so many examples."""
+        offsets = self.offsets[: count + 1]
+        return TokenStore(self.ids[: offsets[-1]], self.learned[: offsets[-1]], offsets)
+
     def trained_positions(self) -> np.ndarray:
         """How many learned targets stand at each input position."""
         inputs = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], np.diff(self.offsets)) - 1
@@ -159,7 +164,8 @@ def collate(
 
 def mixed(examples: np.ndarray, key: int) -> np.ndarray:
     """A 63-bit number for each example under a key: the finaliser of SplitMix64 (Steele, 2014)."""
-    x = examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key)
+    # From 1, for 0 stays 0, the number of empty slots.
+    x = (examples + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)

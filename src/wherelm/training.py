@@ -80,12 +80,12 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     describe(config, folder, data, model, sampler, device, precision)
 
     share = share_done(config, state.step, state.targets, sampler)
+    model.scheme.progress(share)
     before = state.seconds
     tracker = Tracker(folder, config, state.step if last else None)
     with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
         for rows in sampler:
             step_started = time.perf_counter()
-            model.scheme.progress(share)
             micro_batches = collated(data, config, sampler, rows)
             targets = sum(batch.targets for batch in micro_batches)
             done = share_done(config, state.step + 1, state.targets + targets, sampler)
@@ -97,6 +97,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
                 )
             norm = optimizer.step((share + done) / 2, config.training.clip)
             share = state.share = done
+            model.scheme.progress(share)
             state.step, state.targets = state.step + 1, state.targets + targets
             state.epoch, state.position = sampler.epoch, sampler.position
             state.batches_hash = chained_hash(state.batches_hash, rows)

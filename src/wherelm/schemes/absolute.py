@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, float64_positions
+from wherelm.schemes.base import PositionScheme, Shape, expect_base, float64_positions
+
+STARTS = ("random", "sinusoid")
 
 
 def sinusoid_table(positions_BT: Tensor, width: int, base: float) -> Tensor:
@@ -37,6 +39,9 @@ class Sinusoidal(PositionScheme):
         name: str = "sinusoidal"
         base: float = 10_000.0
 
+        def __post_init__(self):
+            expect_base(self.base)
+
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
         if shape.width % 2:
@@ -51,15 +56,26 @@ class Learned(PositionScheme):
     """x_l = E[w_l] + P[l], one learned vector for each position below the trained length.
 
     "Convolutional Sequence to Sequence Learning" (Gehring et al., 2017), section 3.1; so in GPT-2.
-    Acts on the embeddings. Starts at the sinusoid's RMS, so that both are comparable.
+    Acts on the embeddings. `start`: random at the sinusoid's RMS, so that both are comparable, or
+    the sinusoid itself.
     """
 
     @dataclass(frozen=True)
     class Config:
         name: str = "learned"
+        start: str = "random"
+
+        def __post_init__(self):
+            if self.start not in STARTS:
+                options = ", ".join(STARTS)
+                raise ValueError(f"position.start={self.start}: expected one of {options}")
 
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
+        if config.start == "sinusoid" and shape.width % 2:
+            raise ValueError(
+                f"position.start=sinusoid needs an even model.width, not {shape.width}"
+            )
         self.table_LD = nn.Parameter(torch.empty(shape.context, shape.width))
 
     def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
@@ -74,4 +90,7 @@ class Learned(PositionScheme):
         return x_BTD + nn.functional.embedding(positions_BT, self.table_LD).to(x_BTD.dtype)
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
+        if self.config.start == "sinusoid":
+            positions_1L = torch.arange(self.shape.context)[None]
+            return sinusoid_table(positions_1L, self.shape.width, 10_000.0)[0]
         return torch.randn(self.table_LD.shape, generator=generator) * 0.5**0.5

@@ -48,7 +48,7 @@ class PositionScheme(nn.Module):
         """The numbers that positions get; called once for each forward pass, before all else.
 
         `keys_BT` names the example that a slot belongs to (None: one for all), `longest` is the
-        length that the row may still grow to.
+        length that a row with a cache may still grow to.
         """
         return positions_BT
 
@@ -99,3 +99,14 @@ def float64_positions(positions_BT: Tensor) -> Tensor:
     if positions_BT.device.type == "mps":
         positions_BT = positions_BT.cpu()
     return positions_BT.double()
+
+
+def wide(x: Tensor) -> Tensor:
+    """float64 as it is, everything else in float32: a cast of the model leaves a scheme exact."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def expect_base(base: float) -> None:
+    """ValueError for a base whose frequencies do not fall."""
+    if base <= 1:
+        raise ValueError(f"position.base={base}: expected a number above 1")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape
+from wherelm.schemes.base import PositionScheme, Shape, wide
 
 
 class ForgetGate(PositionScheme):
@@ -23,14 +23,15 @@ class ForgetGate(PositionScheme):
         self.bias_H = nn.Parameter(torch.empty(shape.heads))
 
     def token_value(self, x_BTD: Tensor) -> Tensor:
-        gates_BTH = F.linear(x_BTD, self.weight_HD, self.bias_H)
-        gates_BTH = gates_BTH if gates_BTH.dtype == torch.float64 else gates_BTH.float()
+        # Not in bfloat16, which would round the logarithm of an open gate by percents.
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            gates_BTH = F.linear(wide(x_BTD), wide(self.weight_HD), wide(self.bias_H))
         return F.logsigmoid(gates_BTH).transpose(1, 2)
 
     def value_bias(self, values_BHS: Tensor, queries: int) -> Tensor:
         # A difference of long sums: float64 where the device has it.
-        wide = values_BHS if values_BHS.device.type == "mps" else values_BHS.double()
-        total_BHS = wide.cumsum(-1)
+        exact = values_BHS if values_BHS.device.type == "mps" else values_BHS.double()
+        total_BHS = exact.cumsum(-1)
         bias_BHTS = total_BHS[:, :, -queries:, None] - total_BHS[:, :, None, :]
         return bias_BHTS.to(values_BHS.dtype)
 
@@ -39,9 +40,10 @@ class Fox(PositionScheme):
     """b_ij = sum over l = j+1 … i of log f_l, f_l = sigmoid(w_h x_l + b_h).
 
     "Forgetting Transformer: Softmax Attention with a Forget Gate" (Lin, Nikishin, He, Courville,
-    2025), equations 4-8. Acts on the scores of every layer, from that layer's own input; uses no
-    position numbers at all. A constant gate f is ALiBi with the slope -log f. Gates start nearly
-    open: b starts at log(context), so that half of a score's weight is left after `context` tokens.
+    2025). Acts on the scores of every layer, from that layer's own input; uses no position numbers
+    at all. A constant gate f is ALiBi with the slope -log f. Gates start nearly open: b starts at
+    log(context), so that 1/e of a key's weight is left after `context` tokens. (The authors' code
+    starts it at 0, which leaves half of it after one.)
     """
 
     @dataclass(frozen=True)

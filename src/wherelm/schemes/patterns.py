@@ -5,6 +5,7 @@ Shapes: B batch, T slots, N placed positions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,7 +32,7 @@ class Hybrid(PositionScheme):
 
     RoPE in some layers and none in the others: "Rope to Nope and Back Again: A New Hybrid Attention
     Strategy" (Yang et al., 2025). What entries add to the embeddings is added once each, for it
-    reaches every layer.
+    reaches every layer. Random positions belong around a pattern, for there is one set of them.
     """
 
     @dataclass(frozen=True)
@@ -44,10 +45,24 @@ class Hybrid(PositionScheme):
         def __post_init__(self):
             if not self.pattern:
                 raise ValueError("position.pattern=[]: expected a list of {scheme: {name: …}}")
+            if any(layer.scheme.name == "randomised" for layer in self.pattern):
+                raise ValueError(
+                    "position.pattern: randomised cannot stand in a pattern; choose "
+                    "position=randomised and put the pattern into position.scheme"
+                )
 
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
-        self.schemes = nn.ModuleList(build(layer.scheme, shape) for layer in config.pattern)
+        self.pattern = config.pattern[: shape.layers]
+        # Each entry is told its own number of layers, so that no parameter is left unread.
+        self.schemes = nn.ModuleList(
+            build(layer.scheme, replace(shape, layers=len(self.layers_of(entry))))
+            for entry, layer in enumerate(self.pattern)
+        )
+
+    def layers_of(self, entry: int) -> range:
+        """The layers of one entry of the pattern."""
+        return range(entry, self.shape.layers, len(self.pattern))
 
     def place(
         self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
@@ -66,30 +81,37 @@ class Hybrid(PositionScheme):
             scheme.progress(share)
 
     def window(self, layer: int) -> int | None:
-        entry = layer % len(self.schemes)
-        own = self.config.pattern[entry].window
-        return own if own is not None else self.schemes[entry].window(layer)
+        turn, entry = divmod(layer, len(self.pattern))
+        own = self.pattern[entry].window
+        return own if own is not None else self.schemes[entry].window(turn)
 
     def for_layer(self, layer: int) -> PositionScheme:
-        return self.schemes[layer % len(self.schemes)].for_layer(layer)
+        turn, entry = divmod(layer, len(self.pattern))
+        return self.schemes[entry].for_layer(turn)
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         _, entry, rest = name.split(".", 2)
         return self.schemes[int(entry)].initial_value(rest, generator)
 
     def warnings(self) -> list[str]:
-        return [line for scheme in self.schemes for line in scheme.warnings()]
+        lines = [line for scheme in self.schemes for line in scheme.warnings()]
+        if len(self.pattern) < len(self.config.pattern):
+            lines.append(
+                f"position.pattern has {len(self.config.pattern)} entries and model.layers="
+                f"{self.shape.layers}: the last entries have no layer"
+            )
+        return list(dict.fromkeys(lines))
 
 
 class Randomised(PositionScheme):
     """Another scheme at positions that are a sorted random subset of 0 … L_max - 1.
 
     "Randomized Positional Encodings Boost Length Generalization of Transformers" (Ruoss et al.,
-    2023), section 3: training meets all positions that longer texts will need. Drawn anew for each
-    example and epoch in training, and in evaluation too. The subset has as many members as the
-    trained length, or as the next multiple of it that a longer row needs, and a row takes the
-    first of them: so a prefix keeps its positions when tokens follow. `length` is L_max; null is
-    eight times the trained length.
+    2023): training meets all positions that longer texts will need. Drawn anew for each example and
+    epoch in training, and in evaluation too. The paper draws as many members as the text is long;
+    here it is the trained length, or for a longer text the next multiple of it, and a text takes
+    the first of them: so a prefix keeps its positions when tokens follow. `length` is L_max; null
+    is eight times the trained length.
     """
 
     @dataclass(frozen=True)
@@ -98,9 +120,13 @@ class Randomised(PositionScheme):
         scheme: PositionScheme.Config = field(default_factory=Rope.Config)
         length: int | None = None
 
+        def __post_init__(self):
+            if self.scheme.name == "randomised":
+                raise ValueError("position.scheme.name=randomised: expected another scheme")
+
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
-        self.length = config.length or 8 * shape.context
+        self.length = 8 * shape.context if config.length is None else config.length
         if self.length < shape.context:
             raise ValueError(
                 f"position.length={self.length}: expected at least model.context={shape.context}"
@@ -110,19 +136,29 @@ class Randomised(PositionScheme):
     def place(
         self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
     ) -> Tensor:
-        context = self.shape.context
-        size = context * -(-max(longest, 1) // context)
+        if keys_BT is None:
+            keys_BT = torch.zeros_like(positions_BT, dtype=torch.long)
+        positions_BT, keys_BT = torch.broadcast_tensors(positions_BT, keys_BT)
+        keys_U, which_BT = keys_BT.unique(return_inverse=True)
+        # By each example's own length: its numbers do not depend on what else is in the batch.
+        last_U = torch.full_like(keys_U, max(longest, 1) - 1)
+        last_U = last_U.scatter_reduce(0, which_BT.flatten(), positions_BT.flatten(), "amax")
+        sizes = [self._size(last + 1) for last in last_U.tolist()]
+        table_UN = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
+        for row, (key, size) in enumerate(zip(keys_U.tolist(), sizes, strict=True)):
+            table_UN[row, :size] = self._subset(key, size)
+        return self.inner.place(table_UN.to(positions_BT.device)[which_BT, positions_BT])
+
+    def _size(self, longest: int) -> int:
+        """How many positions are drawn for a text that grows to this length."""
+        size = self.shape.context * math.ceil(longest / self.shape.context)
         if size > self.length:
             raise ValueError(
                 f"position=randomised draws from {self.length} positions and was asked for "
-                f"{longest}: raise position.length"
+                f"{longest} in steps of model.context={self.shape.context}: train with "
+                f"position.length={size} or more"
             )
-        if keys_BT is None:
-            keys_BT = torch.zeros_like(positions_BT, dtype=torch.long)
-        keys_U, which_BT = keys_BT.unique(return_inverse=True)
-        table_UN = torch.stack([self._subset(int(key), size) for key in keys_U.tolist()])
-        placed_BT = table_UN.to(positions_BT.device)[which_BT, positions_BT.clamp(max=size - 1)]
-        return self.inner.place(placed_BT)
+        return size
 
     def _subset(self, key: int, size: int) -> Tensor:
         generator = torch.Generator().manual_seed(key)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape
+from wherelm.schemes.base import PositionScheme, Shape, wide
 
 
 def distances(q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
@@ -102,11 +102,13 @@ class T5(PositionScheme):
         return torch.randn(self.table_NH.shape, generator=generator) * self.shape.width**-0.5
 
     def warnings(self) -> list[str]:
-        if self.max_distance <= self.shape.context:
+        buckets, longest = self.config.buckets, self.shape.context - 1
+        reached = int(t5_bucket(torch.tensor(longest), buckets, self.max_distance)) + 1
+        if reached == buckets:
             return []
         return [
-            f"position.max_distance={self.max_distance} lies beyond model.context="
-            f"{self.shape.context}: the last buckets are never trained"
+            f"position.buckets={buckets} up to position.max_distance={self.max_distance}: training "
+            f"at model.context={self.shape.context} reaches the first {reached} alone"
         ]
 
 
@@ -133,11 +135,11 @@ class Kerple(PositionScheme):
         self.raw2_H = nn.Parameter(torch.empty(shape.heads))
 
     def bias(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
-        d_B1TS = distances(q_positions_BT, k_positions_BS)[:, None].to(self.raw1_H.dtype)
-        r1_H11 = F.softplus(self.raw1_H)[:, None, None]
+        raw1_H11, raw2_H11 = (wide(raw_H)[:, None, None] for raw_H in (self.raw1_H, self.raw2_H))
+        d_B1TS = distances(q_positions_BT, k_positions_BS)[:, None].to(raw1_H11.dtype)
         if self.config.form == "log":
-            return -r1_H11 * torch.log1p(F.softplus(self.raw2_H)[:, None, None] * d_B1TS)
-        return -r1_H11 * d_B1TS ** (2 * self.raw2_H.sigmoid()[:, None, None])
+            return -F.softplus(raw1_H11) * torch.log1p(F.softplus(raw2_H11) * d_B1TS)
+        return -F.softplus(raw1_H11) * d_B1TS ** (2 * raw2_H11.sigmoid())
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         """r1 uniform in 0 to 2 and r2 in 0 to 1, as the authors draw them; exponents start at 1."""
@@ -155,13 +157,18 @@ class Fire(PositionScheme):
     "Functional Interpolation for Relative Positions Improves Long Context Transformers" (Li et
     al., 2024), equations 4-6, in its form shared by all layers (FIRE-S there). c starts at 0.1;
     L, learned too, starts at a quarter of the trained length, the share that 512 is of the 2,048
-    in the original. f has one layer of ReLUs. Depends on the difference alone only while i < L.
+    in the original. f has one layer of ReLUs and no last bias: the same for all keys, it would
+    cancel in the softmax. Depends on the difference alone only while i < L.
     """
 
     @dataclass(frozen=True)
     class Config:
         name: str = "fire"
         inner: int = 32
+
+        def __post_init__(self):
+            if self.inner < 1:
+                raise ValueError(f"position.inner={self.inner}: expected 1 or more")
 
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
@@ -170,18 +177,20 @@ class Fire(PositionScheme):
         self.up_F1 = nn.Parameter(torch.empty(config.inner, 1))
         self.up_bias_F = nn.Parameter(torch.empty(config.inner))
         self.down_HF = nn.Parameter(torch.empty(shape.heads, config.inner))
-        self.down_bias_H = nn.Parameter(torch.empty(shape.heads))
 
     def bias(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
-        dtype = self.c.dtype
-        d_BTS = distances(q_positions_BT, k_positions_BS).to(dtype)
+        c = wide(self.c).abs()
+        d_BTS = distances(q_positions_BT, k_positions_BS).to(c.dtype)
         # `threshold` is relative to its start, so that one learning rate serves it as well.
-        limit = (self.threshold * self.start).abs()
-        i_BT1 = torch.maximum(q_positions_BT.to(dtype), limit)[:, :, None]
-        psi_BTS = torch.log1p(self.c.abs() * d_BTS)
-        share_BTS1 = (psi_BTS / torch.log1p(self.c.abs() * i_BT1).clamp(min=1e-6))[..., None]
-        h_BTSF = F.relu(F.linear(share_BTS1, self.up_F1, self.up_bias_F))
-        return F.linear(h_BTSF, self.down_HF, self.down_bias_H).permute(0, 3, 1, 2)
+        limit = (wide(self.threshold) * self.start).abs()
+        i_BT1 = torch.maximum(q_positions_BT.to(c.dtype), limit)[:, :, None]
+        share_BTS1 = torch.log1p(c * d_BTS) / torch.log1p(c * i_BT1).clamp(min=1e-6)
+        share_BTS1 = share_BTS1[..., None]
+        # Not in bfloat16, which cannot tell neighbouring distances apart.
+        with torch.autocast(share_BTS1.device.type, enabled=False):
+            h_BTSF = F.relu(F.linear(share_BTS1, wide(self.up_F1), wide(self.up_bias_F)))
+            bias_BTSH = F.linear(h_BTSF, wide(self.down_HF))
+        return bias_BTSH.permute(0, 3, 1, 2)
 
     @property
     def start(self) -> float:
@@ -190,7 +199,7 @@ class Fire(PositionScheme):
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         parameter = getattr(self, name)
-        constants = {"c": 0.1, "threshold": 1.0, "down_bias_H": 0.0}
+        constants = {"c": 0.1, "threshold": 1.0}
         if name in constants:
             return torch.full(parameter.shape, constants[name])
         bound = 1.0 if name.startswith("up") else self.config.inner**-0.5

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Role, Shape, float64_positions
+from wherelm.schemes.base import (
+    PositionScheme,
+    Role,
+    Shape,
+    expect_base,
+    float64_positions,
+    wide,
+)
 
 
 def rotary_frequencies(width: int, base: float) -> Tensor:
@@ -35,8 +42,7 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     fastest form on a CPU. float64 stays float64; everything else is turned in float32.
     """
     table = table_BTP[:, None]
-    wide = x_BHTK if x_BHTK.dtype == torch.float64 else x_BHTK.float()
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(wide(x_BHTK).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * table).flatten(-2).to(x_BHTK.dtype)
 
 
@@ -114,7 +120,7 @@ def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
         return []
     return [
         f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
-        f"over model.context={context}; a smaller base lets them tell positions apart"
+        f"over {context} positions; a smaller base lets them tell positions apart"
     ]
 
 
@@ -145,8 +151,7 @@ class Rope(PositionScheme):
             for key in ("fraction", "p"):
                 if not 0 <= getattr(self, key) <= 1:
                     raise ValueError(f"position.{key}={getattr(self, key)}: expected 0 to 1")
-            if self.base <= 1:
-                raise ValueError(f"position.base={self.base}: expected a number above 1")
+            expect_base(self.base)
             if self.scaling is not None and self.scaling not in SCALINGS:
                 options = ", ".join(["null", *SCALINGS])
                 raise ValueError(f"position.scaling={self.scaling}: expected one of {options}")
@@ -210,6 +215,10 @@ class Rope(PositionScheme):
     def warnings(self) -> list[str]:
         context = self.shape.context
         lines = slow_pairs(self.frequencies_P, self.config.base, context)
+        if self.config.scaling is not None and self.config.factor == 1:
+            lines.append(
+                f"position.scaling={self.config.scaling} changes nothing with position.factor=1"
+            )
         turns = context / (2 * math.pi)
         if self.config.scaling == "yarn" and turns < yarn_turns(context):
             lines.append(
@@ -235,14 +244,13 @@ class Drope(Rope):
         drop_at: float = 0.8
 
         def __post_init__(self):
-            if self.base <= 1:
-                raise ValueError(f"position.base={self.base}: expected a number above 1")
+            expect_base(self.base)
             if not 0 <= self.drop_at <= 1:
                 raise ValueError(f"position.drop_at={self.drop_at}: expected a share, 0 to 1")
 
     def __init__(self, config: Config, shape: Shape):
-        self.dropped = config.drop_at == 0
         super().__init__(config, shape)
+        self.dropped = config.drop_at == 0
 
     def frequencies(self) -> Tensor:
         return rotary_frequencies(self.shape.head_width, self.config.base)
@@ -278,8 +286,7 @@ class Pope(PositionScheme):
         base: float = 10_000.0
 
         def __post_init__(self):
-            if self.base <= 1:
-                raise ValueError(f"position.base={self.base}: expected a number above 1")
+            expect_base(self.base)
 
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
@@ -298,12 +305,15 @@ class Pope(PositionScheme):
         if positions_BT is not self.positions_BT:
             self.positions_BT = positions_BT
             self.table_BTK = rotation_table(positions_BT, self.frequencies_K)
-        wide = x_BHTK if x_BHTK.dtype == torch.float64 else x_BHTK.float()
-        turned = F.softplus(wide) * self.table_BTK[:, None]
+        magnitudes_BHTK = F.softplus(wide(x_BHTK))
+        turned = magnitudes_BHTK * self.table_BTK[:, None]
         if role == "query":
-            delta_HK = self.delta_HK.to(wide.dtype)[:, None]
-            turned = turned * torch.polar(torch.ones_like(delta_HK), -delta_HK)
+            delta_H1K = self.delta_HK.to(magnitudes_BHTK.dtype)[:, None]
+            turned = turned * torch.polar(torch.ones_like(delta_H1K), -delta_H1K)
         return torch.view_as_real(turned).flatten(-2).to(x_BHTK.dtype)
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.zeros(self.delta_HK.shape)
+
+    def warnings(self) -> list[str]:
+        return slow_pairs(self.frequencies_K, self.config.base, self.shape.context)
