@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from wherelm.schemes import SCHEMES
+
 ROOT = Path(__file__).resolve().parents[1]
 
 WRONG = {
@@ -142,5 +144,6 @@ def test_a_run_is_never_written_over(finished):
 def test_help_shows_groups_keys_and_examples():
     result = run("--help")
     assert result.returncode == 0
-    for word in ("position: learned, none, rope", "data.train=FILE", "resume=", "batch_tokens:"):
+    schemes = f"position: {', '.join(sorted(SCHEMES))}"
+    for word in (schemes, "data.train=FILE", "resume=", "batch_tokens:"):
         assert word in result.stdout
