@@ -226,6 +226,18 @@ class Decoder(nn.Module):
         self.mask_path = "; ".join(mask.path for mask in masks.values())
         return self.final_norm(x_BTD)
 
+    def read(self, batch: Batch, first: int = 0) -> Tensor:
+        """`hidden` of a whole batch."""
+        return self.hidden(
+            batch.tokens_BT,
+            batch.positions_BT,
+            batch.key_mask_BT,
+            batch.segments_BT,
+            batch.side,
+            first=first,
+            keys_BT=batch.keys_BT,
+        )
+
     def window(self, layer: int) -> int | None:
         """How many slots a query of this layer looks back: the scheme's pattern decides first."""
         own = self.scheme.window(layer)
@@ -257,15 +269,7 @@ def next_token_loss(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def learned_logits(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits (N, V) and targets (N,) where the loss mask is True, row by row."""
-    x_BTD = model.hidden(
-        batch.tokens_BT,
-        batch.positions_BT,
-        batch.key_mask_BT,
-        batch.segments_BT,
-        batch.side,
-        first=batch.first,
-        keys_BT=batch.keys_BT,
-    )
+    x_BTD = model.read(batch, batch.first)
     learned_BT = batch.loss_mask_BT[:, batch.first :]
     targets_N = batch.targets_BT[:, batch.first :][learned_BT]
     return model.logits(x_BTD[learned_BT]), targets_N

@@ -46,14 +46,7 @@ def attention_weights(model: Decoder, batch: Batch) -> list[Tensor]:
     import torch
 
     with kept_weights(model) as modules, torch.inference_mode():
-        model.hidden(
-            batch.tokens_BT,
-            batch.positions_BT,
-            batch.key_mask_BT,
-            batch.segments_BT,
-            batch.side,
-            keys_BT=batch.keys_BT,
-        )
+        model.read(batch)
         return [module.weights_BHTS.float().clone() for module in modules]
 
 

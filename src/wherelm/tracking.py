@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from wherelm.config import RunConfig, TrackingConfig, plain
+from wherelm.config import RunConfig, plain
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,3 @@ def draw_curve(folder: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(folder / "curve.png", dpi=120)
     pyplot.close(figure)
-
-
-__all__ = ["Tracker", "TrackingConfig", "draw_curve"]

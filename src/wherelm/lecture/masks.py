@@ -65,14 +65,7 @@ def token_pictures(batch: Batch) -> list[Picture]:
 
 @torch.no_grad()
 def batch_logits(model: Decoder, batch: Batch) -> Tensor:
-    return model(
-        batch.tokens_BT,
-        batch.positions_BT,
-        batch.key_mask_BT,
-        batch.segments_BT,
-        batch.side,
-        keys_BT=batch.keys_BT,
-    )
+    return model.logits(model.read(batch))
 
 
 def causal_mask() -> Claim:
