@@ -117,7 +117,7 @@ def gradients(model, batches: list[Batch], targets: int | None = None) -> dict[s
     model.zero_grad()
     targets = sum(batch.targets for batch in batches) if targets is None else targets
     for batch in batches:
-        (next_token_loss(model, batch)[0] / targets).backward()
+        (next_token_loss(model, batch) / targets).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -173,7 +173,7 @@ def test_every_form_of_a_batch_has_the_same_loss_and_gradients(
 ):
     model = build(case, variant, dtype=dtype)
     forms = arrangements(store)
-    losses = {form: next_token_loss(model, batch)[0].item() for form, batch in forms.items()}
+    losses = {form: next_token_loss(model, batch).item() for form, batch in forms.items()}
     expected = gradients(model, [forms["right"]])
     for form in ("left", "packed"):
         assert losses[form] == pytest.approx(losses["right"], rel=tolerance)
@@ -393,8 +393,8 @@ def test_the_same_batch_can_be_evaluated_and_then_learned(case, store):
     model = build(case)
     batch = padded(store, range(len(store)))
     with torch.inference_mode():
-        evaluated = next_token_loss(model, batch)[0].item()
-    loss, _ = next_token_loss(model, batch)
+        evaluated = next_token_loss(model, batch).item()
+    loss = next_token_loss(model, batch)
     loss.backward()
     assert loss.item() == pytest.approx(evaluated, rel=1e-6)
 

@@ -462,10 +462,10 @@ def test_claim_12_padded_targets_contribute_nothing_to_the_loss(name, side):
     model = random_decoder(name)
     batch, _ = two_messages(side)
     assert batch.targets == 6
-    loss = next_token_loss(model, batch)[0].item()
+    loss = next_token_loss(model, batch).item()
     targets_BT = batch.targets_BT.masked_fill(~batch.loss_mask_BT, 17)
     assert not torch.equal(targets_BT, batch.targets_BT)
-    assert next_token_loss(model, replace(batch, targets_BT=targets_BT))[0].item() == loss
+    assert next_token_loss(model, replace(batch, targets_BT=targets_BT)).item() == loss
 
     with torch.no_grad():
         logs = F.log_softmax(batch_logits(model, batch), dim=-1)
@@ -487,14 +487,14 @@ def test_claim_12_padded_targets_contribute_nothing_to_the_gradient(name, side):
 
     def gradients(batch):
         model.zero_grad()
-        next_token_loss(model, batch)[0].backward()
+        next_token_loss(model, batch).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters()}
 
     expected = gradients(batch)
     targets_BT = batch.targets_BT.masked_fill(~batch.loss_mask_BT, 17)
     for parameter, gradient in gradients(replace(batch, targets_BT=targets_BT)).items():
         assert torch.equal(gradient, expected[parameter]), parameter
-    (at_outputs,) = torch.autograd.grad(next_token_loss(model, batch)[0], states[-1])
+    (at_outputs,) = torch.autograd.grad(next_token_loss(model, batch), states[-1])
     sizes = at_outputs.norm(dim=-1)
     assert (sizes[~batch.loss_mask_BT] == 0).all()
     assert (sizes[batch.loss_mask_BT] > 1e-4).all()

@@ -26,7 +26,7 @@ from helpers import (
     with_random_pads,
 )
 
-from wherelm.model import MLP, Decoder, ModelConfig, initialize, next_token_loss
+from wherelm.model import MLP, Decoder, ModelConfig, initialize, learned_logits, next_token_loss
 from wherelm.schemes import SCHEMES
 
 
@@ -93,9 +93,11 @@ def test_training_starts_from_the_uniform_prediction():
     """Outputs of the blocks and the head are zero: the loss is log V, no token is favoured."""
     model = fresh_decoder()
     batch = padded(ragged_store(), range(4))
-    loss, logits_NV = next_token_loss(model, batch)
+    logits_NV, _ = learned_logits(model, batch)
     assert (logits_NV == 0).all()
-    assert loss.item() / batch.targets == pytest.approx(math.log(VOCABULARY), rel=1e-6)
+    assert next_token_loss(model, batch).item() / batch.targets == pytest.approx(
+        math.log(VOCABULARY), rel=1e-6
+    )
 
 
 def test_token_embeddings_enter_at_rms_1():
@@ -225,28 +227,30 @@ def test_the_loss_is_the_cross_entropy_computed_by_hand_on_a_padded_batch(side):
     model = random_decoder()
     batch = with_random_pads(padded(ragged_store(), range(4), side))
     assert 0 < batch.targets < batch.key_mask_BT.sum() < batch.tokens_BT.numel()
-    loss, logits_NV = next_token_loss(model, batch)
+    logits_NV, _ = learned_logits(model, batch)
     assert logits_NV.shape == (batch.targets, VOCABULARY)
-    assert loss.item() == pytest.approx(loss_by_hand(model, batch), rel=1e-6)
+    assert next_token_loss(model, batch).item() == pytest.approx(
+        loss_by_hand(model, batch), rel=1e-6
+    )
 
 
 def test_targets_that_are_only_read_do_not_count():
     model = random_decoder()
     batch = padded(ragged_store(), range(4))
-    loss = next_token_loss(model, batch)[0].item()
+    loss = next_token_loss(model, batch).item()
     unread_BT = batch.key_mask_BT & ~batch.loss_mask_BT
     assert unread_BT.any()
     targets_BT = torch.where(unread_BT, (batch.targets_BT + 1) % VOCABULARY, batch.targets_BT)
-    assert next_token_loss(model, replace(batch, targets_BT=targets_BT))[0].item() == loss
+    assert next_token_loss(model, replace(batch, targets_BT=targets_BT)).item() == loss
     learned_BT = torch.where(batch.loss_mask_BT, (batch.targets_BT + 1) % VOCABULARY, targets_BT)
-    assert next_token_loss(model, replace(batch, targets_BT=learned_BT))[0].item() != loss
+    assert next_token_loss(model, replace(batch, targets_BT=learned_BT)).item() != loss
 
 
 def test_a_batch_without_any_target_has_loss_zero_and_no_gradient():
     model = random_decoder()
     batch = padded(ragged_store(), range(4))
     batch = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
-    loss, _ = next_token_loss(model, batch)
+    loss = next_token_loss(model, batch)
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
@@ -255,7 +259,7 @@ def test_a_batch_without_any_target_has_loss_zero_and_no_gradient():
 def test_the_loss_of_a_batch_is_the_sum_of_the_losses_of_its_rows():
     model = random_decoder(dtype=torch.float64)
     store = ragged_store()
-    whole = next_token_loss(model, padded(store, range(4)))[0].item()
-    alone = [next_token_loss(model, padded(store, [i]))[0].item() for i in range(4)]
+    whole = next_token_loss(model, padded(store, range(4))).item()
+    alone = [next_token_loss(model, padded(store, [i])).item() for i in range(4)]
     assert whole == pytest.approx(sum(alone), rel=1e-12)
     assert len({round(loss, 6) for loss in alone}) == 4

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wherelm.attention import Attention, KeyValueCache, Mask, visible
+from wherelm.cross_entropy import capped, head_cross_entropy
 from wherelm.schemes import PositionScheme, Shape
 from wherelm.seeds import torch_generator
 
@@ -247,32 +248,34 @@ class Decoder(nn.Module):
         """Scores of the next token, (…, V), at least float32."""
         scores = self.head(x)
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        if self.config.softcap is not None:
-            # Keeps logits within ±softcap (Gemma 2, 2024), so that no step can make them run away.
-            scores = self.config.softcap * torch.tanh(scores / self.config.softcap)
-        return scores
+        return capped(scores, self.config.softcap)
 
     def forward(self, *inputs, **named) -> Tensor:
         """Logits (B, T, V) of the same inputs as `hidden`."""
         return self.logits(self.hidden(*inputs, **named))
 
 
-def next_token_loss(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum of -log p over the targets that the loss mask keeps, and the logits that gave it (N, V).
+def next_token_loss(model: Decoder, batch: Batch) -> Tensor:
+    """Sum of -log p over the targets that the loss mask keeps, in nats.
 
     Only the N kept targets pass through the vocabulary head. The caller divides by the number of
     such targets in all micro-batches of its step, once.
     """
-    logits_NV, targets_N = learned_logits(model, batch)
-    return F.cross_entropy(logits_NV, targets_N, reduction="sum"), logits_NV
+    x_ND, targets_N = learned(model, batch)
+    return head_cross_entropy(x_ND, model.head.weight, targets_N, model.config.softcap)
 
 
 def learned_logits(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits (N, V) and targets (N,) where the loss mask is True, row by row."""
+    x_ND, targets_N = learned(model, batch)
+    return model.logits(x_ND), targets_N
+
+
+def learned(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Last hidden states (N, D) and targets (N,) where the loss mask is True, row by row."""
     x_BTD = model.read(batch, batch.first)
     learned_BT = batch.loss_mask_BT[:, batch.first :]
-    targets_N = batch.targets_BT[:, batch.first :][learned_BT]
-    return model.logits(x_BTD[learned_BT]), targets_N
+    return x_BTD[learned_BT], batch.targets_BT[:, batch.first :][learned_BT]
 
 
 def initialize(model: Decoder, seed: int) -> None:

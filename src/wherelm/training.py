@@ -191,7 +191,7 @@ def accumulate(
             # Torch's dropout takes no generator: reseeding leaves nothing to save and restore.
             torch.manual_seed(named_seed(config.seed, "dropout", step, number))
         with autocast:
-            loss, _ = next_token_loss(model, batch.to(device))
+            loss = next_token_loss(model, batch.to(device))
         (loss / targets).backward()
         total += loss.detach()
     return float(total) / targets

@@ -26,7 +26,7 @@ from wherelm.lecture.claim import (
     small,
     weights,
 )
-from wherelm.model import Decoder, learned_logits, next_token_loss
+from wherelm.model import Decoder, learned, next_token_loss
 from wherelm.page import Picture, table
 from wherelm.schemes import SCHEMES
 
@@ -161,7 +161,7 @@ def loss_mask() -> Claim:
         "Loss mask",
         "loss = Σ<sub>learned</sub> −log <i>p</i>(target) / number of learned targets",
         "Padded targets contribute nothing to the training loss or its gradient.",
-        (next_token_loss, learned_logits),
+        (next_token_loss, learned),
         [Shown([], "", table(columns, rows))],
     )
 
@@ -170,7 +170,7 @@ def _loss_and_gradient(model: Decoder, batch: Batch) -> tuple[Tensor, tuple[Tens
     """The summed loss, and its gradient at the outputs of the last norm."""
     states: list[Tensor] = []
     handle = model.final_norm.register_forward_hook(lambda *call: states.append(call[2]))
-    loss, _ = next_token_loss(model, batch)
+    loss = next_token_loss(model, batch)
     handle.remove()
     return loss.detach(), torch.autograd.grad(loss, states)
 

@@ -1,0 +1,66 @@
+"""The vocabulary head and its cross entropy in one, a few rows at a time.
+
+Shapes: N targets, D width, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2**21  # logits that exist at once: few enough to stay in a processor's cache
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits kept within ±softcap (Gemma 2, 2024), so that no step can make them run away."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def head_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None = None
+) -> Tensor:
+    """Sum of -log p(target) in nats, p = softmax(capped(x W^T)), at least in float32.
+
+    The same as cross entropy over all N × V logits, which are never held at once: gradients are
+    taken chunk by chunk together with the loss, as in "Liger Kernel" (Hsu et al., 2024).
+    """
+    return _HeadCrossEntropy.apply(x_ND, weight_VD, targets_N, softcap)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, targets_N, softcap):
+        learns = any(ctx.needs_input_grad)
+        loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
+        x_grad_ND = torch.empty_like(x_ND) if learns else None
+        weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
+        rows = max(1, CHUNK // len(weight_VD))
+        for start in range(0, len(x_ND), rows):
+            chunk = slice(start, start + rows)
+            x_CD, targets_C1 = x_ND[chunk], targets_N[chunk, None]
+            logits_CV = x_CD @ weight_VD.T
+            logits_CV = capped(logits_CV.to(_wide(logits_CV.dtype)), softcap)
+            logp_CV = logits_CV.log_softmax(-1)
+            loss -= logp_CV.gather(1, targets_C1).sum()
+            if not learns:
+                continue
+            # d loss / d logits = p - one-hot(target)
+            grad_CV = logp_CV.exp_()
+            grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full(targets_C1.shape, -1.0))
+            if softcap is not None:
+                grad_CV *= 1 - (logits_CV / softcap) ** 2
+            x_grad_ND[chunk] = grad_CV @ weight_VD
+            weight_grad_VD += grad_CV.T @ x_CD
+        ctx.save_for_backward(x_grad_ND, weight_grad_VD)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x_grad_ND, weight_grad_VD = ctx.saved_tensors
+        return x_grad_ND * grad, weight_grad_VD * grad, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
