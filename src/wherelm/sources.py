@@ -1,4 +1,4 @@
-"""Files, folders, globs or hub ids to the examples of each split."""
+"""Files, folders, globs, hub ids or generated tasks to the examples of each split."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wherelm import tasks
 from wherelm.cache import key_of, stored
 from wherelm.messages import (
     LEARN,
     EmptyExample,
     Message,
     check_encodable,
+    group_of_row,
     messages_from_row,
     messages_of,
 )
@@ -40,7 +42,7 @@ SHOWN_MALFORMED = 5
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`train`, `validation`, `test` and each of `extra` is a file, glob, folder or hub id.
+    """`train`, `validation`, `test` and each of `extra` is a file, glob, folder, hub id or task.
 
     Without `validation` it is split off `train`. `limit` caps the training examples. `cache` is a
     folder, and null keeps nothing.
@@ -77,6 +79,23 @@ class DataConfig:
         for name in self.extra:
             if name in SPLITS:
                 raise ValueError(f"data.extra.{name}: expected another name, or data.{name}=…")
+        for name, path in self.paths.items():
+            if path.startswith(tasks.PREFIX):
+                self._check_task(_key(name), path)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What each split that is given is read from."""
+        paths = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: path for name, path in (paths | self.extra).items() if path is not None}
+
+    def _check_task(self, key: str, address: str) -> None:
+        if self.format != "messages":
+            raise ValueError(f"{key}={address}: expected data.format=messages, as tasks are made")
+        try:
+            tasks.parse(address)
+        except ValueError as error:
+            raise ValueError(f"{key}={address}: {error}") from error
 
     def cache_folder(self, root: Path) -> Path | None:
         """Where datasets are kept; relative to the project."""
@@ -87,8 +106,8 @@ class DataConfig:
 class Examples:
     """The examples of one split.
 
-    `dataset` has the columns `messages` (a list of {role, content}) and `hash` (64 bits of what is
-    said). `counts` says what became of all that was read: read = kept + empty + malformed +
+    `dataset` has the columns `messages` (a list of {role, content}), `hash` (64 bits of what is
+    said) and `group` (what its row is counted under, or null). `counts` says what became of all that was read: read = kept + empty + malformed +
     held_out (moved to validation) + over_limit; `first_malformed` names files and lines;
     `repeated` are examples that stood in this split before, `in_train` those that the training
     split has too (null if it was not loaded). `key` is a sha256 over the content, and `cache` the
@@ -110,8 +129,7 @@ def load_examples(
     is split off data.train: by hash, so that equal examples are on one side, or, of a stream, its
     end. ValueError names the file and the key.
     """
-    paths = {"train": config.train, "validation": config.validation, "test": config.test}
-    paths = {name: path for name, path in (paths | config.extra).items() if path is not None}
+    paths = config.paths
     wanted = list(dict.fromkeys(splits)) if splits is not None else [*paths, "validation"]
     cache = config.cache_folder(root)
     result: dict[str, Examples] = {}
@@ -130,8 +148,7 @@ def load_examples(
             continue
         if name not in paths:
             raise ValueError(f"no split is called {name}: the data has {', '.join(paths)}")
-        key = f"data.{name}" if name in SPLITS else f"data.extra.{name}"
-        result[name] = _load(key, paths[name], config, root, cache)
+        result[name] = _load(_key(name), paths[name], config, root, cache)
     return {name: _with_duplicates(name, result) for name in dict.fromkeys(wanted)}
 
 
@@ -139,19 +156,24 @@ def _load(key: str, value: str, config: DataConfig, root: Path, cache: Path | No
     """One source, read or taken from the cache."""
     import datasets
 
-    files = find_files(key, value, config, root)
-    hub = _from_hub(key, value) if files is None else None
+    task = tasks.parse(value) if value.startswith(tasks.PREFIX) else None
+    files = find_files(key, value, config, root) if task is None else None
+    hub = _from_hub(key, value) if task is None and files is None else None
+    split = key.rpartition(".")[2]
     content = [(name, _digest(path)) for name, path in files or ()]
     # Whoever changes how examples are read must not meet those that were read before.
     code = b"".join(
         Path(__file__).with_name(f"{module}.py").read_bytes()
-        for module in ("messages", "readers", "sources")
+        for module in ("messages", "readers", "sources", *(["tasks"] if task else []))
     )
     options = (config.format, config.text_column)
-    name = key_of(code, repr(content), hub and hub._fingerprint, *options)
+    generated = task and repr((task, split))
+    name = key_of(code, repr(content), hub and hub._fingerprint, generated, *options)
 
     def build() -> tuple[datasets.Dataset, dict[str, Any]]:
-        if hub is not None:
+        if task is not None:
+            rows = ((value, row) for row in tasks.rows(task, split))
+        elif hub is not None:
             rows = ((f"{value}:{number}", row) for number, row in enumerate(hub, start=1))
         else:
             rows = (
@@ -236,6 +258,7 @@ def _collect(
     contents: list[str] = []
     ends = [0]
     hashes: list[int] = []
+    groups: list[str | None] = []
     counts: dict[str, Any] = dict.fromkeys(COUNTED, 0)
     first_malformed: list[str] = []
     for place, row in rows:
@@ -255,8 +278,9 @@ def _collect(
         contents += [message.content for message in example]
         ends.append(len(roles))
         hashes.append(_hash(example))
+        groups.append(group_of_row(row))
     counts["first_malformed"] = first_malformed
-    return _table(roles, contents, ends, hashes), counts
+    return _table(roles, contents, ends, hashes, groups), counts
 
 
 def _example(row: Any, config: DataConfig) -> list[Message]:
@@ -276,7 +300,11 @@ def _hash(example: list[Message]) -> int:
 
 
 def _table(
-    roles: list[str], contents: list[str], ends: list[int], hashes: Iterable[int]
+    roles: list[str],
+    contents: list[str],
+    ends: list[int],
+    hashes: list[int],
+    groups: list[str | None],
 ) -> pa.Table:
     import pyarrow as pa
 
@@ -284,7 +312,13 @@ def _table(
         [pa.array(roles, pa.string()), pa.array(contents, pa.large_string())], ["role", "content"]
     )
     lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), turns)
-    return pa.table({"messages": lists, "hash": pa.array(hashes, pa.uint64())})
+    return pa.table(
+        {
+            "messages": lists,
+            "hash": pa.array(hashes, pa.uint64()),
+            "group": pa.array(groups, pa.string()),
+        }
+    )
 
 
 def _stream_table(texts: list[str]) -> pa.Table:
@@ -294,6 +328,7 @@ def _stream_table(texts: list[str]) -> pa.Table:
         [message.content for message in examples],
         list(range(len(examples) + 1)),
         [_hash([message]) for message in examples],
+        [None] * len(examples),
     )
 
 
@@ -368,6 +403,10 @@ def _hashes(examples: Examples) -> np.ndarray:
     return examples.dataset.with_format("arrow")[:]["hash"].to_numpy()
 
 
+def _key(split: str) -> str:
+    return f"data.{split}" if split in SPLITS else f"data.extra.{split}"
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -382,7 +421,7 @@ def _suffixes(format: str) -> str:
 
 
 def _accepted(config: DataConfig) -> str:
-    hub = ", or a hub id USER/NAME" if config.format == "messages" else ""
+    hub = ", a hub id USER/NAME, or task:NAME" if config.format == "messages" else ""
     return f"a file that ends in {_suffixes(config.format)}, a glob, a folder{hub}"
 
 
