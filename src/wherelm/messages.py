@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 LEARN = ("replies", "all")
 COLUMNS = "text, messages, or prompt and completion"
+LONGEST_GROUP = 40  # characters; longer ones are no names of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,18 @@ def messages_from_row(row: Any, text_column: str = "text") -> list[Message]:
     raise ValueError(
         f"has {found[:200]}; expected {COLUMNS} (or name the text's column with data.text_column=…)"
     )
+
+
+def group_of_row(row: Any) -> str | None:
+    """What a row is counted under when replies are measured: its `group`, a short text or number.
+
+    None where it has none.
+    """
+    group = row.get("group") if isinstance(row, dict) else None
+    if not isinstance(group, (str, int, float)):
+        return None
+    name = str(group)
+    return name if 0 < len(name) <= LONGEST_GROUP else None
 
 
 def _conversation(turns: Any) -> list[Message]:
