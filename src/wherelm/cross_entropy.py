@@ -41,15 +41,19 @@ class _HeadCrossEntropy(torch.autograd.Function):
             x_CD, targets_C1 = x_ND[chunk], targets_N[chunk, None]
             logits_CV = x_CD @ weight_VD.T
             logits_CV = capped(logits_CV.to(_wide(logits_CV.dtype)), softcap)
-            logp_CV = logits_CV.log_softmax(-1)
-            loss -= logp_CV.gather(1, targets_C1).sum()
+            slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
+            # In place, for a chunk in the cache is worth more than a softmax in one pass.
+            logits_CV -= logits_CV.amax(-1, keepdim=True)
+            target_C1 = logits_CV.gather(1, targets_C1)
+            sum_C1 = logits_CV.exp_().sum(-1, keepdim=True)
+            loss += (sum_C1.log() - target_C1).sum()
             if not learns:
                 continue
             # d loss / d logits = p - one-hot(target)
-            grad_CV = logp_CV.exp_()
-            grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full(targets_C1.shape, -1.0))
-            if softcap is not None:
-                grad_CV *= 1 - (logits_CV / softcap) ** 2
+            grad_CV = logits_CV.div_(sum_C1)
+            grad_CV.scatter_add_(1, targets_C1, torch.full_like(target_C1, -1.0))
+            if slope_CV is not None:
+                grad_CV *= slope_CV
             x_grad_ND[chunk] = grad_CV @ weight_VD
             weight_grad_VD += grad_CV.T @ x_CD
         ctx.save_for_backward(x_grad_ND, weight_grad_VD)
