@@ -35,8 +35,7 @@ def composed(*overrides):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes_and_types(group, option):
-    choice = f"+{group}={option}" if group == "experiment" else f"{group}={option}"
-    config = run_config(composed(choice, *GIVEN.get((group, option), [])))
+    config = run_config(composed(f"{group}={option}", *GIVEN.get((group, option), [])))
     assert isinstance(config, RunConfig)
 
 

@@ -1,8 +1,9 @@
 """What all benchmarks share: opponents that take turns, disturbed rounds left out, medians.
 
 Everything is measured in one process, A B A B …, so that a machine that slows down slows all. The
-kernel's count of busy processor time, less this process's own, is what others took meanwhile: a
-round in which they took more than DISTURBED of the machine is left out and run again.
+kernel's count of busy processor time, less that of this process and its children, is what others
+took meanwhile: a round in which they took more than DISTURBED of the machine is left out and run
+again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def busy_seconds() -> float | None:
     return (user + nice + system + sum(taken)) / os.sysconf("SC_CLK_TCK")
 
 
+def own_seconds() -> float:
+    """Processor seconds of this process and of the children that it waited for."""
+    return sum(os.times()[:4])
+
+
 @dataclass(frozen=True)
 class Lap:
     """One call: its wall seconds, and the share of the machine that others used meanwhile."""
@@ -55,14 +61,14 @@ def lap(work: Work) -> Lap:
 
     It should take half a second or more: the kernel counts in hundredths.
     """
-    busy, own, started = busy_seconds(), time.process_time(), time.perf_counter()
+    busy, own, started = busy_seconds(), own_seconds(), time.perf_counter()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     if busy is None:
         return Lap(seconds, 0.0)
-    others = busy_seconds() - busy - (time.process_time() - own)
+    others = busy_seconds() - busy - (own_seconds() - own)
     return Lap(seconds, max(0.0, others) / (seconds * os.cpu_count()))
 
 
