@@ -7,6 +7,7 @@ from torch import nn
 from wherelm.model import Decoder, ModelConfig, initialize
 from wherelm.optim import (
     SCHEDULES,
+    AdamW,
     AdamWConfig,
     Constant,
     Cosine,
@@ -76,7 +77,8 @@ def test_stacked_muon_equals_one_matrix_at_a_time():
         torch.manual_seed(0)
         matrices = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
         groups = [matrices] if stacked else [[m] for m in matrices]
-        optimizers = [Muon(g, lr=0.1, momentum=0.9, weight_decay=0.01) for g in groups]
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+        optimizers = [Muon([{"params": group}], **options) for group in groups]
         for _ in range(3):
             for m in matrices:
                 m.grad = torch.randn(8, 8)
@@ -90,8 +92,26 @@ def test_stacked_muon_equals_one_matrix_at_a_time():
 def test_an_update_of_muon_has_rms_near_two_tenths_of_the_learning_rate():
     parameter = nn.Parameter(torch.zeros(32, 96))
     parameter.grad = torch.randn(32, 96, generator=torch.Generator().manual_seed(1))
-    Muon([parameter], lr=1.0, momentum=0.95, weight_decay=0.0).step()
+    Muon([{"params": [parameter]}], lr=1.0, momentum=0.95, weight_decay=0.0).step()
     assert parameter.detach().square().mean().sqrt() == pytest.approx(0.2, rel=0.1)
+
+
+def test_adamw_equals_that_of_torch_to_the_last_bit():
+    def run(make):
+        torch.manual_seed(0)
+        matrix, vector = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(9))
+        groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [vector], "lr": 0.3}]
+        optimizer = make(groups)
+        for step in range(4):
+            matrix.grad = torch.randn(5, 7)
+            vector.grad = torch.randn(9) if step != 1 else None
+            optimizer.step()
+        return [p.detach() for p in (matrix, vector)]
+
+    ours = run(lambda g: AdamW(g, lr=0.2, weight_decay=0.0, beta1=0.8, beta2=0.9, eps=1e-6))
+    settings = {"lr": 0.2, "weight_decay": 0.0, "betas": (0.8, 0.9), "eps": 1e-6, "fused": True}
+    for a, b in zip(ours, run(lambda g: torch.optim.AdamW(g, **settings)), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_update
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,19 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-class Muon(torch.optim.Optimizer):
+class Groups:
+    """Groups of parameters, each with its settings, and the state of every parameter.
+
+    All that is needed of `torch.optim.Optimizer`, whose first use imports torch's compiler: longer
+    than everything else that a run does before its first step, but for importing torch itself.
+    """
+
+    def __init__(self, groups: list[dict], **defaults: float):
+        self.param_groups = [defaults | group for group in groups]
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
+
+
+class Muon(Groups):
     """Momentum, orthogonalised: "Muon" (Jordan et al., 2024).
 
     Matrices of one shape are orthogonalised as one stack, which on small models is several times
@@ -135,11 +148,8 @@ class Muon(torch.optim.Optimizer):
     update, so that learning rates compare ("Muon is Scalable for LLM Training", Liu et al., 2025).
     """
 
-    def __init__(self, parameters, lr: float, momentum: float, weight_decay: float):
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self) -> None:
         for group in self.param_groups:
             stacks: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -161,8 +171,41 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(state["momentum"], momentum)
 
 
-def adamw(model: nn.Module, config: AdamWConfig) -> list[torch.optim.Optimizer]:
-    """ "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019)."""
+class AdamW(Groups):
+    """ "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019), by torch's kernel."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self._state(p) for p in parameters]
+            adamw_update(
+                parameters,
+                [p.grad for p in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["beta1"],
+                beta2=group["beta2"],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def adamw(model: nn.Module, config: AdamWConfig) -> list[Groups]:
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
@@ -170,10 +213,11 @@ def adamw(model: nn.Module, config: AdamWConfig) -> list[torch.optim.Optimizer]:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return [_adamw([g for g in groups if g["params"]], config, lr=config.learning_rate)]
+    groups = [group | {"lr": config.learning_rate} for group in groups if group["params"]]
+    return [_adamw(groups, config)]
 
 
-def muon(model: nn.Module, config: MuonConfig) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, config: MuonConfig) -> list[Groups]:
     groups: dict[str, list[nn.Parameter]] = {
         "matrix": [],
         "embedding": [],
@@ -198,13 +242,16 @@ def muon(model: nn.Module, config: MuonConfig) -> list[torch.optim.Optimizer]:
         for kind in ("embedding", "head", "vector")
         if groups[kind]
     ]
-    matrices = Muon(groups["matrix"], config.learning_rate, config.momentum, config.weight_decay)
-    return [matrices, _adamw(rest, config, lr=config.learning_rate)]
+    matrices = Muon(
+        [{"params": groups["matrix"], "lr": config.learning_rate}],
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+    return [matrices, _adamw(rest, config)]
 
 
-def _adamw(groups: list[dict], config: AdamWConfig | MuonConfig, lr: float) -> torch.optim.AdamW:
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
+def _adamw(groups: list[dict], config: AdamWConfig | MuonConfig) -> AdamW:
+    return AdamW(groups, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
 
 
 OPTIMIZERS = {"adamw": (AdamWConfig, adamw), "muon": (MuonConfig, muon)}
@@ -233,7 +280,8 @@ class Optimizer:
             for group, peak in zip(part.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             part.step()
-            part.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
