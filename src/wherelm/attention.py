@@ -124,8 +124,8 @@ def attend(
 ) -> Tensor:
     """As `attend_textbook`, the fastest way that is known here; `bias_BHTS` already holds the mask.
 
-    That is torch's fused kernel, but for rows of SHORT keys or less on a CPU, where the plain
-    matrix products take half its time.
+    That is torch's fused kernel, but for several queries over SHORT keys or less on a CPU, where
+    the plain matrix products take half its time.
     """
     if q_BHTK.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # torch's bfloat16 attention is many times slower than float32 on short rows on a CPU.
@@ -134,7 +134,7 @@ def attend(
             return attend(q_BHTK, k_BHSK, v_BHSK, scale, mask, bias_BHTS, dropout)
     additive = None if bias_BHTS is None else bias_BHTS.to(q_BHTK.dtype)
     queries, keys = q_BHTK.shape[2], k_BHSK.shape[2]
-    if q_BHTK.device.type == "cpu" and keys <= SHORT:
+    if q_BHTK.device.type == "cpu" and queries > 1 and keys <= SHORT:
         scores_BHTS = (q_BHTK * scale) @ k_BHSK.transpose(-1, -2)
         if additive is None and (mask.causal or mask.keys_B1TS is not None):
             additive = mask.additive(q_BHTK.new_zeros(1, 1, queries, keys))
@@ -207,8 +207,14 @@ class KeyValueCache:
         """Drops every row of the batch but these, so that finished rows cost nothing more."""
         self.key_mask_BS = self.key_mask_BS[rows]
         self.positions_BS = self.positions_BS[rows]
-        self._layers = [(k[rows], v[rows]) for k, v in self._layers]
-        self._values = {layer: values[rows] for layer, values in self._values.items()}
+        self._layers = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._layers]
+        self._values = {layer: self._kept(x, rows) for layer, x in self._values.items()}
+
+    def _kept(self, x: Tensor, rows: Tensor) -> Tensor:
+        # Room for what is still to come is neither read nor copied.
+        kept = x.new_empty((len(rows), *x.shape[1:]))
+        kept[:, :, : self.length] = x[:, :, : self.length].index_select(0, rows)
+        return kept
 
 
 class Attention(nn.Module):

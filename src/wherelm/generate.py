@@ -18,6 +18,7 @@ from wherelm.attention import KeyValueCache
 from wherelm.batches import TokenStore, cut
 from wherelm.model import Decoder
 from wherelm.seeds import torch_generator
+from wherelm.stepper import Stepper
 
 if TYPE_CHECKING:
     from wherelm.tokenizer import Tokenizer
@@ -199,17 +200,18 @@ def stream_tokens(
         capacity = tokens_BT.shape[1] + max(room) - 1
         cache = KeyValueCache(len(model.blocks), len(prompts), capacity, device)
         chooser = _Chooser(model.vocab_size, prompts, rows, max(room), sampling, end)
+        x_BTD = model.hidden(
+            tokens_BT,
+            positions_BT,
+            None if bool(key_mask_BT.all()) else key_mask_BT,
+            side="left",
+            cache=cache,
+            first=tokens_BT.shape[1] - 1,
+        )
+        logits_BV, positions_B1 = model.logits(x_BTD[:, -1]), positions_BT[:, -1:]
+        stepper = Stepper(model, cache)
         while True:
-            ragged = key_mask_BT is not None and not bool(key_mask_BT.all())
-            x_BTD = model.hidden(
-                tokens_BT,
-                positions_BT,
-                key_mask_BT if ragged else None,
-                side="left",
-                cache=cache,
-                first=tokens_BT.shape[1] - 1,
-            )
-            tokens_B = chooser.choose(model.logits(x_BTD[:, -1]))
+            tokens_B = chooser.choose(logits_BV)
             room = [left - 1 for left in room]
             chosen = [
                 Chosen(row, token, _finish(row, token, left, end, stop))
@@ -219,14 +221,14 @@ def stream_tokens(
             live = [i for i, choice in enumerate(chosen) if choice.finish is None]
             if not live:
                 return
-            positions_B = positions_BT[:, -1] + 1
             if len(live) < len(rows):
                 keep = torch.tensor(live, device=device)
-                cache.keep_rows(keep)
+                stepper.keep_rows(keep)
                 chooser.keep_rows(live)
-                tokens_B, positions_B = tokens_B[keep], positions_B[keep]
+                tokens_B, positions_B1 = tokens_B[keep], positions_B1[keep]
                 rows, room = [rows[i] for i in live], [room[i] for i in live]
-            tokens_BT, positions_BT, key_mask_BT = tokens_B[:, None], positions_B[:, None], None
+            positions_B1 = positions_B1 + 1
+            logits_BV = stepper(tokens_B, positions_B1)
     finally:
         model.train(training)
 
@@ -323,7 +325,9 @@ class _Chooser:
             penalty = self.sampling.repetition_penalty
             logits_BV = penalize_repetition(logits_BV, self.seen_BV, penalty)
         if self.uniform_BN is None:
-            tokens_B = logits_BV.argmax(-1)
+            # On a CPU numpy's takes a tenth of the time of torch's.
+            on_cpu = logits_BV.device.type == "cpu"
+            tokens_B = torch.as_tensor((logits_BV.numpy() if on_cpu else logits_BV).argmax(-1))
         else:
             probabilities_BV = sampling_probabilities(logits_BV.cpu(), self.sampling)
             tokens_B = draw(probabilities_BV, self.uniform_BN[:, self.step])

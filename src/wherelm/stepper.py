@@ -1,0 +1,192 @@
+"""One new token a row through a decoder, laid out for that: what sampling spends its time on.
+
+`Decoder.hidden` is the plain form. A single token meets no causal mask, and its cost on a small
+model is that of starting operations and of reading weights, so here there are few operations and
+the weights of matrices that read the same input are stacked.
+
+Shapes: B rows, S key slots, D width, F inner width of the MLP, H query heads, G key-value heads,
+R query heads that share a key-value head, K head width, V vocabulary, N outputs, C inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wherelm.attention import KeyValueCache, Mask, attend
+from wherelm.model import Block, Decoder, capped
+from wherelm.schemes import PositionScheme
+
+LARGE = 1 << 17  # weights of a matrix that is worth sharing out to threads
+FEW = 8  # rows
+
+EVERY_KEY = Mask(False, None, "no mask (one query after all of its keys)")
+
+
+class Product:
+    """x W^T + b for a few rows, W and b those of linear layers that read the same input.
+
+    torch reads the float32 weights of such a product with one thread on a CPU; a batch of as many
+    pieces of the matrix as there are threads is read by all of them.
+    """
+
+    def __init__(self, *layers: nn.Linear):
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        self.weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
+        self.bias_N = None if biases[0] is None else torch.cat(biases)
+        device = self.weight_NC.device.type
+        if torch.is_autocast_enabled(device):
+            self.weight_NC = self.weight_NC.to(torch.get_autocast_dtype(device))
+        outputs, threads = len(self.weight_NC), torch.get_num_threads()
+        self.pieces: Tensor | None = None
+        if (
+            device == "cpu"
+            and self.weight_NC.dtype == torch.float32
+            and self.weight_NC.numel() >= LARGE
+            and outputs % threads == 0
+        ):
+            self.pieces = self.weight_NC.unflatten(0, (threads, -1))
+
+    def __call__(self, x_BC: Tensor) -> Tensor:
+        if self.pieces is None:
+            return F.linear(x_BC, self.weight_NC, self.bias_N)
+        if len(x_BC) <= FEW:
+            x_CB = x_BC.t().expand(len(self.pieces), -1, -1)
+            y_BN = torch.bmm(self.pieces, x_CB).flatten(0, 1).t().contiguous()
+        else:
+            x = x_BC.expand(len(self.pieces), -1, -1)
+            y_BN = torch.bmm(x, self.pieces.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return y_BN if self.bias_N is None else y_BN + self.bias_N
+
+
+def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`F.rms_norm` without a weight, of which torch makes seven operations on a CPU, in three."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    size = x.shape[-1]
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (size**0.5 / (length * length + size * eps).sqrt_())
+
+
+class Norm:
+    """A norm of the decoder."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.weight_D = module, module.weight
+        self.plain = isinstance(module, nn.RMSNorm)
+
+    def __call__(self, x_BD: Tensor) -> Tensor:
+        if self.plain:
+            return rms_normalize(x_BD, self.module.eps) * self.weight_D
+        return F.layer_norm(x_BD, x_BD.shape[-1:], self.weight_D, self.module.bias, self.module.eps)
+
+
+class Layer:
+    """A block for one query a row."""
+
+    def __init__(self, block: Block, scheme: PositionScheme, window: int | None):
+        attention, mlp = block.attention, block.mlp
+        self.number, self.scheme, self.window = block.layer, scheme, window
+        self.heads, self.kv_heads = attention.heads, attention.kv_heads
+        self.scale, self.qk_norm = attention.scale, attention.qk_norm
+        self.attention_norm, self.mlp_norm = Norm(block.attention_norm), Norm(block.mlp_norm)
+        self.project = Product(attention.query, attention.key, attention.value)
+        self.output, self.down = Product(attention.output), Product(mlp.down)
+        self.kind = mlp.kind
+        self.up = Product(mlp.gate, mlp.up) if self.kind == "swiglu" else Product(mlp.up)
+
+    def __call__(
+        self, x_BD: Tensor, positions_B1: Tensor, bias_BH1S: Tensor | None, cache: KeyValueCache
+    ) -> Tensor:
+        x_BD = x_BD + self.attend(self.attention_norm(x_BD), positions_B1, bias_BH1S, cache)
+        h_BF = self.up(self.mlp_norm(x_BD))
+        if self.kind == "swiglu":
+            gate_BF, up_BF = h_BF.chunk(2, dim=-1)
+            h_BF = F.silu(gate_BF) * up_BF
+        elif self.kind == "gelu":
+            h_BF = F.gelu(h_BF)
+        else:
+            r_BF = F.relu(h_BF)
+            h_BF = r_BF * r_BF
+        return x_BD + self.down(h_BF)
+
+    def attend(
+        self, x_BD: Tensor, positions_B1: Tensor, bias_BH1S: Tensor | None, cache: KeyValueCache
+    ) -> Tensor:
+        rows, heads, kv_heads = len(x_BD), self.heads, self.kv_heads
+        projected = self.project(x_BD).view(rows, heads + 2 * kv_heads, 1, -1)
+        q_BH1K, k_BG1K, v_BG1K = projected.split((heads, kv_heads, kv_heads), dim=1)
+        if self.qk_norm:
+            q_BH1K, k_BG1K = rms_normalize(q_BH1K), rms_normalize(k_BG1K)
+        q_BH1K = self.scheme.rotate(q_BH1K, positions_B1, "query")
+        k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
+        k_BGSK, v_BGSK = cache.extend(self.number, k_BG1K, v_BG1K)
+        values_BHS = cache.extend_values(self.number, self.scheme.token_value(x_BD[:, None]))
+        if self.window is not None:
+            k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
+        if values_BHS is not None:
+            own_BH1S = self.scheme.value_bias(values_BHS, 1)[..., -k_BGSK.shape[2] :]
+            bias_BH1S = own_BH1S if bias_BH1S is None else bias_BH1S + own_BH1S
+        if kv_heads < heads:
+            # The queries that share keys become the rows of one product over them.
+            q_BH1K = q_BH1K.reshape(rows, kv_heads, heads // kv_heads, -1)
+            if bias_BH1S is not None and bias_BH1S.shape[1] == heads:
+                bias_BH1S = bias_BH1S.unflatten(1, (kv_heads, -1)).squeeze(3)
+        y_BH1K = attend(q_BH1K, k_BGSK, v_BGSK, self.scale, EVERY_KEY, bias_BH1S)
+        return self.output(y_BH1K.reshape(rows, -1))
+
+
+class Stepper:
+    """The next logits of rows whose earlier slots a cache holds.
+
+    Made after the prompts have been read; sees the weights of that moment.
+    """
+
+    def __init__(self, model: Decoder, cache: KeyValueCache):
+        self.model, self.cache = model, cache
+        self.layers = [
+            Layer(block, model.scheme.for_layer(block.layer), model.window(block.layer))
+            for block in model.blocks
+        ]
+        self.final_norm, self.head = Norm(model.final_norm), Product(model.head)
+        # 0 where a slot may be read and -inf where the prompt is padded.
+        self.padding_B11S: Tensor | None = None
+        if cache.any_padding:
+            hidden_BS = ~cache.key_mask_BS
+            hidden_BS[:, cache.length :] = False
+            zeros_BS = torch.zeros(hidden_BS.shape, device=hidden_BS.device)
+            self.padding_B11S = zeros_BS.masked_fill(hidden_BS, float("-inf"))[:, None, None]
+
+    def __call__(self, tokens_B: Tensor, positions_B1: Tensor) -> Tensor:
+        """Logits (B, V) behind tokens (B,) at positions (B, 1), which the cache then holds too."""
+        model, cache = self.model, self.cache
+        positions_B1 = model.scheme.place(positions_B1, None, cache.capacity)
+        cache.advance(positions_B1, None)
+        x_BD = F.embedding(tokens_B, model.embedding.weight) * model.config.width**0.5
+        x_BD = model.scheme.embed(x_BD[:, None], positions_B1)[:, 0]
+        biases: dict[tuple[PositionScheme, int | None], Tensor | None] = {}
+        for layer in self.layers:
+            key = layer.scheme, layer.window
+            if key not in biases:
+                biases[key] = self.bias(layer, positions_B1)
+            x_BD = layer(x_BD, positions_B1, biases[key], cache)
+        scores_BV = self.head(self.final_norm(x_BD))
+        scores_BV = scores_BV if scores_BV.dtype == torch.float64 else scores_BV.float()
+        return capped(scores_BV, model.config.softcap)
+
+    def bias(self, layer: Layer, positions_B1: Tensor) -> Tensor | None:
+        """What a scheme and padding add to the scores of the keys that a layer reads."""
+        first = 0 if layer.window is None else max(0, self.cache.length - layer.window)
+        slots = slice(first, self.cache.length)
+        bias_BH1S = layer.scheme.bias(positions_B1, self.cache.positions_BS[:, slots])
+        if self.padding_B11S is None:
+            return bias_BH1S
+        padding_B11S = self.padding_B11S[..., slots]
+        return padding_B11S if bias_BH1S is None else bias_BH1S + padding_B11S
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drops every row of the batch but these."""
+        self.cache.keep_rows(rows)
+        if self.padding_B11S is not None:
+            self.padding_B11S = self.padding_B11S[rows]
