@@ -1,4 +1,5 @@
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -116,13 +117,14 @@ def test_trained_positions_count_learned_targets_where_they_are_predicted():
     assert counts.tolist() == by_hand.tolist()
 
 
-def test_a_store_from_a_dataset_equals_the_one_from_lists():
-    datasets = pytest.importorskip("datasets")
-    rows = [{"ids": STORE[i][0].tolist(), "learned": STORE[i][1].tolist()} for i in range(3)]
-    store = TokenStore.from_dataset(datasets.Dataset.from_list(rows))
+def test_a_store_from_a_table_equals_the_one_from_lists():
+    parts = [STORE[i] for i in range(3)]
+    columns = {"ids": [p[0].tolist() for p in parts], "learned": [p[1].tolist() for p in parts]}
+    store = TokenStore.from_table(pa.table(columns | {"group": ["a", None, "b"]}))
     assert store.ids.tolist() == STORE.ids.tolist()
     assert store.learned.tolist() == STORE.learned.tolist()
     assert store.offsets.tolist() == STORE.offsets.tolist()
+    assert store.groups.tolist() == ["a", None, "b"]
 
 
 def test_a_batch_moves_whole():

@@ -16,7 +16,7 @@ from torch import Tensor
 from wherelm.seeds import numpy_generator
 
 if TYPE_CHECKING:
-    import datasets
+    import pyarrow as pa
 
 BATCHINGS = ("bucketed", "padded", "packed")
 POOL = 8192  # examples sorted by length together: little padding left, and still a random order
@@ -60,22 +60,30 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """All examples of a split in one flat buffer: example i is ids[offsets[i] : offsets[i + 1]]."""
+    """All examples of a split in one flat buffer: example i is ids[offsets[i] : offsets[i + 1]].
+
+    `groups` names what each example is counted under, None where it has no group.
+    """
 
     ids: np.ndarray
     learned: np.ndarray
     offsets: np.ndarray
+    groups: np.ndarray | None = None
 
     @classmethod
-    def from_dataset(cls, dataset: datasets.Dataset) -> TokenStore:
-        """From a dataset with the columns `ids` and `learned`."""
-        ids = dataset.with_format("arrow")["ids"].combine_chunks()
-        learned = dataset.with_format("arrow")["learned"].combine_chunks()
-        offsets = ids.offsets.to_numpy().astype(np.int64)
+    def from_table(cls, table: pa.Table) -> TokenStore:
+        """From a table with the columns `ids`, `learned` and `group`."""
+        # Arrow's own to_numpy imports pandas, which takes half a second.
+        ids = table["ids"].combine_chunks()
+        learned = table["learned"].combine_chunks().flatten().cast("uint8")
+        offsets = np.from_dlpack(ids.offsets).astype(np.int64)
+        groups = table["group"].combine_chunks().dictionary_encode(null_encoding="encode")
+        names = np.array(groups.dictionary.to_pylist(), dtype=object)
         return cls(
-            ids.flatten().to_numpy(zero_copy_only=False),
-            learned.flatten().to_numpy(zero_copy_only=False),
+            np.from_dlpack(ids.flatten()),
+            np.from_dlpack(learned).view(bool),
             offsets - offsets[0],
+            names[np.from_dlpack(groups.indices)],
         )
 
     @classmethod
@@ -101,7 +109,13 @@ class TokenStore:
     def first(self, count: int) -> TokenStore:
         """The first so many examples."""
         offsets = self.offsets[: count + 1]
-        return TokenStore(self.ids[: offsets[-1]], self.learned[: offsets[-1]], offsets)
+        groups = None if self.groups is None else self.groups[:count]
+        return TokenStore(self.ids[: offsets[-1]], self.learned[: offsets[-1]], offsets, groups)
+
+    @property
+    def example_E(self) -> np.ndarray:
+        """The example that each token of the buffer belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def trained_positions(self) -> np.ndarray:
         """How many learned targets stand at each input position."""
@@ -113,13 +127,21 @@ Rows = np.ndarray | list[np.ndarray]
 
 
 def collate(
-    store: TokenStore, rows: Rows | Sequence[int], pad: int, side: str = "right", key: int = 0
+    store: TokenStore,
+    rows: Rows | Sequence[int],
+    pad: int,
+    side: str = "right",
+    key: int = 0,
+    shape: tuple[int, int] | None = None,
+    room: int = 0,
 ) -> Batch:
     """A rectangle of rows, each one example (its index) or several, packed (their indices).
 
     Rows are padded to the longest with the id `pad`, on the given side; packed ones on the right.
     Positions begin anew in each example, masks come from lengths. `key` and an example's index
-    give its number in `keys_BT`.
+    give its number in `keys_BT`. A `shape` (rows, slots) is filled up with empty rows and slots and
+    always counts as packed, so that all batches of a run are alike. With `room` an example's
+    positions begin at an offset that its number draws, so that its last one stays below `room`.
     """
     parts = [np.atleast_1d(row) for row in rows]
     counts = np.array([len(part) for part in parts])
@@ -131,8 +153,8 @@ def collate(
     head_N = np.repeat(np.cumsum(counts) - counts, counts)
     start_N = before_N - before_N[head_N]
     used = np.bincount(row_N, weights=lengths_N).astype(np.int64)
-    width = int(used.max())
-    packed = bool((counts > 1).any())
+    height, width = shape or (len(parts), int(used.max()))
+    packed = shape is not None or bool((counts > 1).any())
     assert side in ("right", "left"), side
     assert side == "right" or not packed, "packed rows are padded on the right"
     if side == "left":
@@ -141,14 +163,18 @@ def collate(
     position = np.arange(lengths_N.sum()) - np.repeat(before_N, lengths_N)
     slot = np.repeat(row_N * width + start_N, lengths_N) + position
     source = np.repeat(store.offsets[examples_N], lengths_N) + position
+    number_N = mixed(examples_N, key)
+    if room:
+        offset_N = number_N % np.maximum(room - lengths_N + 1, 1)
+        position = position + np.repeat(offset_N, lengths_N)
 
     def filled(values: np.ndarray, empty: int | bool) -> Tensor:
-        flat = np.full(len(parts) * width, empty, dtype=bool if empty is False else np.int64)
+        flat = np.full(height * width, empty, dtype=bool if empty is False else np.int64)
         flat[slot] = values
-        return torch.from_numpy(flat.reshape(len(parts), width))
+        return torch.from_numpy(flat.reshape(height, width))
 
     learned_BT = filled(store.learned[source + 1], False)
-    shared = side == "right" and not packed
+    shared = side == "right" and not packed and not room
     return Batch(
         tokens_BT=filled(store.ids[source], pad),
         targets_BT=filled(store.ids[source + 1], pad),
@@ -157,8 +183,8 @@ def collate(
         positions_BT=torch.arange(width)[None] if shared else filled(position, 0),
         segments_BT=filled(np.repeat(np.arange(len(examples_N)) - head_N + 1, lengths_N), 0),
         side="packed" if packed else side,
-        first=int(learned_BT.any(0).int().argmax()),
-        keys_BT=filled(np.repeat(mixed(examples_N, key), lengths_N), 0),
+        first=0 if shape else int(learned_BT.any(0).int().argmax()),
+        keys_BT=filled(np.repeat(number_N, lengths_N), 0),
     )
 
 
@@ -269,6 +295,13 @@ class Sampler:
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
+def slots_of(lengths: np.ndarray, rows: Rows) -> np.ndarray:
+    """The slots that each row of a batch fills."""
+    if isinstance(rows, np.ndarray):
+        return lengths[rows]
+    return np.array([lengths[row].sum() for row in rows])
+
+
 def examples_of(rows: Rows) -> np.ndarray:
     """The examples of a batch, row after row."""
     return rows if isinstance(rows, np.ndarray) else np.concatenate(rows)
@@ -284,6 +317,5 @@ def token_ledger(store: TokenStore) -> dict[str, int]:
 def padding_ledger(store: TokenStore, batches: Sequence[Rows]) -> dict[str, float]:
     """Empty slots that one epoch of these batches holds, and their share of all slots."""
     real = int(store.lengths.sum())
-    lengths = store.lengths
-    slots = sum(len(rows) * max(int(lengths[row].sum()) for row in rows) for rows in batches)
+    slots = sum(len(rows) * int(slots_of(store.lengths, rows).max()) for rows in batches)
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 COUNTS = "counts.json"
+ENTRY = "*-" + 32 * "[0-9a-f]"
+MOST_BYTES = 8 << 30  # of all entries together
+KEPT = 24 * 60 * 60  # seconds: what was used since then may be in use
 
 
 def key_of(*parts: str | bytes | int | None) -> str:
@@ -30,25 +36,24 @@ def stored(
     folder: Path | None,
     name: str,
     build: Callable[[], tuple[datasets.Dataset, dict[str, Any]]],
-) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """What `build` returns, read from folder/name if it is there, else built and written there.
+) -> tuple[pa.Table, dict[str, Any]]:
+    """The table of what `build` returns, and its counts.
 
-    It is written beside its place and renamed, so that it is there whole or not at all. A folder of
-    None keeps nothing. ValueError if the folder cannot be written.
+    They are read from folder/name if they are there, else built and written there. They are written
+    beside their place and renamed, so that they are there whole or not at all. A folder of None
+    keeps nothing. ValueError if the folder cannot be written.
     """
     if folder is None:
-        return build()
-
-    from datasets import load_from_disk
-
+        dataset, counts = build()
+        return dataset.data.table, counts
     place = folder / name
-    if not place.is_dir():
+    if not _present(place):
         dataset, counts = build()
         with _beside(place) as part:
             _save(dataset, part)
             (part / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
     counts = json.loads((place / COUNTS).read_text(encoding="utf-8"))
-    return load_from_disk(str(place)), counts
+    return _mapped(place), counts
 
 
 def stored_text(folder: Path | None, name: str, build: Callable[[], str]) -> str:
@@ -56,11 +61,18 @@ def stored_text(folder: Path | None, name: str, build: Callable[[], str]) -> str
     if folder is None:
         return build()
     place = folder / name
-    if not place.is_dir():
+    if not _present(place):
         text = build()
         with _beside(place) as part:
             (part / "text").write_text(text, encoding="utf-8")
     return (place / "text").read_text(encoding="utf-8")
+
+
+def _present(place: Path) -> bool:
+    """Whether an entry is there; its time says when it was last used."""
+    with contextlib.suppress(OSError):
+        os.utime(place)
+    return place.is_dir()
 
 
 class _beside:
@@ -84,11 +96,33 @@ class _beside:
         try:
             if kind is None:
                 os.rename(self.part, self.place)
+                _prune(self.place.parent)
         except OSError:
             if not self.place.is_dir():
                 raise
         finally:
             shutil.rmtree(self.part, ignore_errors=True)
+
+
+def _prune(folder: Path) -> None:
+    """Drops the entries longest unused that, with all used since, take more than MOST_BYTES."""
+    entries = [(place.stat().st_mtime, place) for place in folder.glob(ENTRY)]
+    total = 0
+    for used, place in sorted(entries, reverse=True):
+        total += sum(file.stat().st_size for file in place.iterdir())
+        if total > MOST_BYTES and used < time.time() - KEPT:
+            # Renamed first, so that no other process meets half of it.
+            with contextlib.suppress(OSError):
+                shutil.rmtree(place.rename(place.with_name(f".part-{place.name}")))
+
+
+def _mapped(place: Path) -> pa.Table:
+    """The table of a saved dataset, mapped; `datasets` would take a second to be imported."""
+    import pyarrow as pa
+
+    files = json.loads((place / "state.json").read_text(encoding="utf-8"))["_data_files"]
+    maps = [pa.memory_map(str(place / file["filename"])) for file in files]
+    return pa.concat_tables(pa.ipc.open_stream(each).read_all() for each in maps)
 
 
 def _save(dataset: datasets.Dataset, folder: Path) -> None:

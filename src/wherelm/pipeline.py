@@ -21,6 +21,8 @@ from wherelm.config import RunConfig
 from wherelm.sources import load_examples
 from wherelm.tokenizer import Tokenizer, tokenize
 
+ENDLESS = 1 << 40  # tokens: no example is as long
+
 
 @dataclass(frozen=True)
 class Data:
@@ -41,16 +43,25 @@ def prepare(
         tokenizer = Tokenizer.build(config.tokenizer, examples["train"], root)
     stores, ledger = {}, {}
     for split in wanted:
-        dataset, counts = tokenize(
+        table, counts = tokenize(
             examples[split],
             tokenizer,
             learn=config.data.learn,
             overflow=config.data.overflow,
             context=config.model.context,
         )
-        stores[split] = TokenStore.from_dataset(dataset)
+        stores[split] = TokenStore.from_table(table)
         ledger[split] = {"messages": examples[split].counts, "rows": counts}
     return Data(tokenizer, stores, ledger)
+
+
+def whole_texts(config: RunConfig, root: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
+    """The examples of a split as they are, not cut at model.context."""
+    examples = load_examples(config.data, root, [split])[split]
+    table, _ = tokenize(
+        examples, tokenizer, learn=config.data.learn, overflow="split", context=ENDLESS
+    )
+    return TokenStore.from_table(table)
 
 
 def full_ledger(data: Data, sampler: Sampler) -> dict[str, Any]:

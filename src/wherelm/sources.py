@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,18 +106,25 @@ class DataConfig:
 class Examples:
     """The examples of one split.
 
-    `dataset` has the columns `messages` (a list of {role, content}), `hash` (64 bits of what is
-    said) and `group` (what its row is counted under, or null). `counts` says what became of all that was read: read = kept + empty + malformed +
-    held_out (moved to validation) + over_limit; `first_malformed` names files and lines;
-    `repeated` are examples that stood in this split before, `in_train` those that the training
-    split has too (null if it was not loaded). `key` is a sha256 over the content, and `cache` the
-    folder in which to keep what is made of it.
+    `table` has the columns `messages` (a list of {role, content}), `hash` (64 bits of what is
+    said) and `group` (what its row is counted under, or null). `counts` says what became of all
+    that was read: read = kept + empty + malformed + held_out (moved to validation) + over_limit;
+    `first_malformed` names files and lines; `repeated` are examples that stood in this split
+    before, `in_train` those that the training split has too (null if it was not loaded). `key` is
+    a sha256 over the content, and `cache` the folder in which to keep what is made of it.
     """
 
-    dataset: datasets.Dataset
+    table: pa.Table
     counts: dict[str, Any]
     key: str
     cache: Path | None
+
+    @property
+    def dataset(self) -> datasets.Dataset:
+        """The table as a dataset, for work that a warm cache spares: `datasets` imports slowly."""
+        import datasets
+
+        return datasets.Dataset(self.table, fingerprint=self.key[:16])
 
 
 def load_examples(
@@ -154,8 +161,6 @@ def load_examples(
 
 def _load(key: str, value: str, config: DataConfig, root: Path, cache: Path | None) -> Examples:
     """One source, read or taken from the cache."""
-    import datasets
-
     task = tasks.parse(value) if value.startswith(tasks.PREFIX) else None
     files = find_files(key, value, config, root) if task is None else None
     hub = _from_hub(key, value) if task is None and files is None else None
@@ -171,6 +176,8 @@ def _load(key: str, value: str, config: DataConfig, root: Path, cache: Path | No
     name = key_of(code, repr(content), hub and hub._fingerprint, generated, *options)
 
     def build() -> tuple[datasets.Dataset, dict[str, Any]]:
+        import datasets
+
         if task is not None:
             rows = ((value, row) for row in tasks.rows(task, split))
         elif hub is not None:
@@ -190,8 +197,8 @@ def _load(key: str, value: str, config: DataConfig, root: Path, cache: Path | No
             )
         return datasets.Dataset(table, fingerprint=name[:16]), counts
 
-    dataset, counts = stored(cache, f"examples-{name[:32]}", build)
-    return Examples(dataset, counts, name, cache)
+    table, counts = stored(cache, f"examples-{name[:32]}", build)
+    return Examples(table, counts, name, cache)
 
 
 def find_files(
@@ -334,36 +341,40 @@ def _stream_table(texts: list[str]) -> pa.Table:
 
 def _split_off(train: Examples, config: DataConfig) -> tuple[Examples, Examples]:
     """Training and validation examples of a source that was not split."""
-    import datasets
-
     key = key_of(train.key, config.validation_fraction)
-    if config.format == "stream":
-        heads, tails = [], []
-        for (message,) in messages_of(train.dataset):
-            text = message.content
-            end = int(len(text) * (1 - config.validation_fraction))
-            heads.append(text[:end])
-            tails.append(text[end:])
-        tables = [_stream_table(heads), _stream_table(tails)]
-        moved = 0
-    else:
-        hashes = _hashes(train)
-        held_out = hashes < np.uint64(config.validation_fraction * 2**64)
-        if not held_out.any():
-            held_out = hashes == hashes.min()
-        whole = train.dataset.with_format("arrow")[:]
-        tables = [whole.filter(~held_out), whole.filter(held_out)]
-        moved = int(held_out.sum())
-    if not all(len(table) for table in tables):
-        raise ValueError(
-            f"data.train={config.train}: too little to split validation off; give "
-            "data.validation=FILE, or more messages"
-        )
-    rest, validation = (
-        datasets.Dataset(table, fingerprint=key_of(key, number)[:16])
-        for number, table in enumerate(tables)
-    )
-    counts = train.counts | {"kept": len(rest), "held_out": moved}
+
+    def build() -> tuple[datasets.Dataset, dict[str, Any]]:
+        import datasets
+        import pyarrow as pa
+
+        if config.format == "stream":
+            heads, tails = [], []
+            for (message,) in messages_of(train.dataset):
+                text = message.content
+                end = int(len(text) * (1 - config.validation_fraction))
+                heads.append(text[:end])
+                tails.append(text[end:])
+            tables = [_stream_table(heads), _stream_table(tails)]
+            moved = 0
+        else:
+            hashes = _hashes(train)
+            held_out = hashes < np.uint64(config.validation_fraction * 2**64)
+            if not held_out.any():
+                held_out = hashes == hashes.min()
+            tables = [train.table.filter(~held_out), train.table.filter(held_out)]
+            moved = int(held_out.sum())
+        if not all(len(table) for table in tables):
+            raise ValueError(
+                f"data.train={config.train}: too little to split validation off; give "
+                "data.validation=FILE, or more messages"
+            )
+        both = pa.concat_tables(table.replace_schema_metadata() for table in tables)
+        counts = {"kept": len(tables[0]), "held_out": moved}
+        return datasets.Dataset(both, fingerprint=key[:16]), counts
+
+    both, parted = stored(train.cache, f"examples-{key[:32]}", build)
+    rest, validation = both.slice(0, parted["kept"]), both.slice(parted["kept"])
+    counts = train.counts | parted
     validation_counts = dict.fromkeys(COUNTED, 0) | {
         "read": len(validation),
         "kept": len(validation),
@@ -377,13 +388,12 @@ def _split_off(train: Examples, config: DataConfig) -> tuple[Examples, Examples]
 
 def _limited(examples: Examples, limit: int | None) -> Examples:
     """The first `limit` examples."""
-    size = len(examples.dataset)
+    size = len(examples.table)
     if limit is None or limit >= size:
         return examples
     counts = examples.counts | {"kept": limit, "over_limit": size - limit}
-    dataset = examples.dataset.select(range(limit))
     key = key_of(examples.key, limit)
-    return Examples(dataset, counts, key, examples.cache)
+    return Examples(examples.table.slice(0, limit), counts, key, examples.cache)
 
 
 def _with_duplicates(name: str, splits: dict[str, Examples]) -> Examples:
@@ -396,11 +406,12 @@ def _with_duplicates(name: str, splits: dict[str, Examples]) -> Examples:
         "repeated": len(hashes) - len(np.unique(hashes)),
         "in_train": shared,
     }
-    return Examples(examples.dataset, counts, examples.key, examples.cache)
+    return replace(examples, counts=counts)
 
 
 def _hashes(examples: Examples) -> np.ndarray:
-    return examples.dataset.with_format("arrow")[:]["hash"].to_numpy()
+    # Arrow's own to_numpy imports pandas, which takes half a second.
+    return np.from_dlpack(examples.table["hash"].combine_chunks())
 
 
 def _key(split: str) -> str:

@@ -294,8 +294,8 @@ class DecodeStream:
 
 def tokenize(
     examples: Examples, tokenizer: Tokenizer, *, learn: str, overflow: str, context: int
-) -> tuple[datasets.Dataset, dict[str, int]]:
-    """A dataset with the columns `ids` (int32) and `learned` (bool), and counts of its making.
+) -> tuple[pa.Table, dict[str, int]]:
+    """A table with the columns `ids` (int32), `learned` (bool) and `group`, and counts.
 
     An example may hold context + 1 tokens: context inputs, each with a next token as its target.
     One that is longer is cut at its end ("truncate"; it then has no <EOS>), cut into consecutive
@@ -303,17 +303,18 @@ def tokenize(
     ("split"), or left out ("skip"). What holds no learned target is left out.
 
     Counts of examples: truncated, split, too_long (left out); counts of pieces: pieces (the rows
-    of the dataset) and nothing_learned (left out). The result is kept in the examples' cache, by
+    of the table) and nothing_learned (left out). The result is kept in the examples' cache, by
     their content, the tokenizer and the options. ValueError if nothing is left.
     """
-    import datasets
 
     def build() -> tuple[datasets.Dataset, dict[str, int]]:
+        import datasets
+
         table, counts = _tokenized(examples.dataset, tokenizer, learn, overflow, context)
         if len(table) == 0:
             hint = "raise model.context" if learn == "all" else "data.learn=all learns every turn"
             raise ValueError(
-                f"no example is left of {len(examples.dataset)}: {counts['too_long']} longer than "
+                f"no example is left of {len(examples.table)}: {counts['too_long']} longer than "
                 f"model.context={context} under data.overflow={overflow}, "
                 f"{counts['nothing_learned']} without anything to learn ({hint})"
             )
@@ -333,7 +334,8 @@ def _tokenized(
     import pyarrow as pa
 
     counts = dict.fromkeys(("truncated", "split", "too_long", "pieces", "nothing_learned"), 0)
-    tables = []
+    groups = examples.with_format("arrow")[:]["group"].combine_chunks()
+    tables, read = [], 0
     for batch in _batches(spans(messages, learn) for messages in messages_of(examples)):
         ids, learned, ends = tokenizer._encode_flat(batch)
         starts, stops = _cuts(ends, overflow, context, counts)
@@ -343,13 +345,16 @@ def _tokenized(
         counts["pieces"] += int(kept.sum())
         counts["nothing_learned"] += int((~kept).sum())
         starts, lengths = starts[kept], (stops - starts)[kept]
+        examples_of_pieces = read + np.searchsorted(ends, starts, side="right") - 1
+        read += len(batch)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         lists = [
             pa.ListArray.from_arrays(offsets.astype(np.int32), pa.array(values[source]))
             for values in (ids, learned)
         ]
-        tables.append(pa.table(lists, names=["ids", "learned"]))
+        columns = [*lists, groups.take(pa.array(examples_of_pieces))]
+        tables.append(pa.table(columns, names=["ids", "learned", "group"]))
     return pa.concat_tables(tables), counts
 
 
