@@ -13,7 +13,7 @@ from torch import nn
 
 from wherelm import stepper
 from wherelm.attention import KeyValueCache
-from wherelm.stepper import Product, Stepper, rms_normalize
+from wherelm.stepper import Norm, Product, Stepper
 
 CPU = torch.device("cpu")
 NEW = 3  # the last slots, read one at a time
@@ -76,12 +76,13 @@ def test_a_stacked_product_equals_its_linear_layers(rows, bias, threads, monkeyp
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_rms_normalize_equals_torch_s_also_at_zero(dtype, tolerance):
+def test_an_rms_norm_equals_torch_s_also_at_zero(dtype, tolerance):
     torch.manual_seed(0)
-    x = torch.randn(4, 3, 8, dtype=dtype)
+    x, weight_D = torch.randn(4, 3, 8, dtype=dtype), torch.randn(8, dtype=dtype)
     x[1] *= 1e-4
     x[2] = 0
-    assert difference(rms_normalize(x), torch.rms_norm(x, (8,), eps=1e-6)) <= tolerance
+    expected = torch.rms_norm(x, (8,), weight_D, eps=1e-6)
+    assert difference(Norm(weight_D, eps=1e-6)(x), expected) <= tolerance
 
 
 def test_weights_in_bfloat16_stay_near_the_plain_decoder():

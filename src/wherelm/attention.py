@@ -188,9 +188,10 @@ class KeyValueCache:
                 x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (k_BGTK, v_BGTK)
             )
         keys, values = self._layers[layer]
-        new = slice(self.length - k_BGTK.shape[2], self.length)
-        keys[:, :, new], values[:, :, new] = k_BGTK, v_BGTK
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        count = k_BGTK.shape[2]
+        keys.narrow(2, self.length - count, count).copy_(k_BGTK)
+        values.narrow(2, self.length - count, count).copy_(v_BGTK)
+        return keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
 
     def extend_values(self, layer: int, values_BHT: Tensor | None) -> Tensor | None:
         """The same for a scheme's value of each token, (B, H, S)."""

@@ -33,53 +33,58 @@ class Product:
 
     def __init__(self, *layers: nn.Linear):
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        self.weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
-        self.bias_N = None if biases[0] is None else torch.cat(biases)
-        device = self.weight_NC.device.type
+        weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
+        device, threads = weight_NC.device.type, torch.get_num_threads()
         if torch.is_autocast_enabled(device):
-            self.weight_NC = self.weight_NC.to(torch.get_autocast_dtype(device))
-        outputs, threads = len(self.weight_NC), torch.get_num_threads()
+            weight_NC = weight_NC.to(torch.get_autocast_dtype(device))
+        self.weight_CN = weight_NC.t()
+        self.bias_N = None if biases[0] is None else torch.cat(biases)
         self.pieces: Tensor | None = None
-        if (
-            device == "cpu"
-            and self.weight_NC.dtype == torch.float32
-            and self.weight_NC.numel() >= LARGE
-            and outputs % threads == 0
-        ):
-            self.pieces = self.weight_NC.unflatten(0, (threads, -1))
+        large = weight_NC.numel() >= LARGE and weight_NC.shape[0] % threads == 0
+        if large and device == "cpu" and weight_NC.dtype == torch.float32:
+            self.pieces = weight_NC.unflatten(0, (threads, -1))
 
     def __call__(self, x_BC: Tensor) -> Tensor:
         if self.pieces is None:
-            return F.linear(x_BC, self.weight_NC, self.bias_N)
-        if len(x_BC) <= FEW:
-            x_CB = x_BC.t().expand(len(self.pieces), -1, -1)
+            y_BN = torch.mm(x_BC, self.weight_CN)
+        elif x_BC.shape[0] <= FEW:
+            x_CB = x_BC.t().expand(self.pieces.shape[0], -1, -1)
             y_BN = torch.bmm(self.pieces, x_CB).flatten(0, 1).t().contiguous()
         else:
-            x = x_BC.expand(len(self.pieces), -1, -1)
-            y_BN = torch.bmm(x, self.pieces.transpose(1, 2)).transpose(0, 1).flatten(1)
+            x = x_BC.expand(self.pieces.shape[0], -1, -1)
+            y_BN = torch.bmm(x, self.pieces.mT).transpose(0, 1).flatten(1)
         return y_BN if self.bias_N is None else y_BN + self.bias_N
 
 
-def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`F.rms_norm` without a weight, of which torch makes seven operations on a CPU, in three."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    size = x.shape[-1]
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (size**0.5 / (length * length + size * eps).sqrt_())
-
-
 class Norm:
-    """A norm of the decoder."""
+    """A norm of the decoder, or of each head's entries.
 
-    def __init__(self, module: nn.Module):
-        self.module, self.weight_D = module, module.weight
-        self.plain = isinstance(module, nn.RMSNorm)
+    torch makes eight operations of an RMS norm on a CPU. Here it is four, none of them with a
+    number that would have to become a tensor first: x / sqrt(|x|^2 + D eps) times sqrt(D) g.
+    """
 
-    def __call__(self, x_BD: Tensor) -> Tensor:
-        if self.plain:
-            return rms_normalize(x_BD, self.module.eps) * self.weight_D
-        return F.layer_norm(x_BD, x_BD.shape[-1:], self.weight_D, self.module.bias, self.module.eps)
+    def __init__(
+        self, weight_D: Tensor, eps: float, bias_D: Tensor | None = None, rms: bool = True
+    ):
+        self.weight_D, self.bias_D, self.eps, self.rms = weight_D, bias_D, eps, rms
+        self.quick = rms and weight_D.device.type == "cpu"
+        if self.quick:
+            size = weight_D.shape[-1]
+            self.scaled_D = weight_D * size**0.5
+            self.least = weight_D.new_tensor((size * eps) ** 0.5)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Norm:
+        rms = isinstance(module, nn.RMSNorm)
+        return cls(module.weight, module.eps, None if rms else module.bias, rms)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.quick:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x / torch.hypot(length, self.least) * self.scaled_D
+        if self.rms:
+            return F.rms_norm(x, x.shape[-1:], self.weight_D, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.weight_D, self.bias_D, self.eps)
 
 
 class Layer:
@@ -89,8 +94,11 @@ class Layer:
         attention, mlp = block.attention, block.mlp
         self.number, self.scheme, self.window = block.layer, scheme, window
         self.heads, self.kv_heads = attention.heads, attention.kv_heads
-        self.scale, self.qk_norm = attention.scale, attention.qk_norm
-        self.attention_norm, self.mlp_norm = Norm(block.attention_norm), Norm(block.mlp_norm)
+        self.scale, self.qk_norm = attention.scale, None
+        if attention.qk_norm:
+            ones_K = torch.ones_like(attention.query.weight[: attention.head_width, 0])
+            self.qk_norm = Norm(ones_K, eps=1e-6)
+        self.attention_norm, self.mlp_norm = Norm.of(block.attention_norm), Norm.of(block.mlp_norm)
         self.project = Product(attention.query, attention.key, attention.value)
         self.output, self.down = Product(attention.output), Product(mlp.down)
         self.kind = mlp.kind
@@ -114,13 +122,17 @@ class Layer:
     def attend(
         self, x_BD: Tensor, positions_B1: Tensor, bias_BH1S: Tensor | None, cache: KeyValueCache
     ) -> Tensor:
-        rows, heads, kv_heads = len(x_BD), self.heads, self.kv_heads
+        rows, heads, kv_heads = x_BD.shape[0], self.heads, self.kv_heads
         projected = self.project(x_BD).view(rows, heads + 2 * kv_heads, 1, -1)
-        q_BH1K, k_BG1K, v_BG1K = projected.split((heads, kv_heads, kv_heads), dim=1)
-        if self.qk_norm:
-            q_BH1K, k_BG1K = rms_normalize(q_BH1K), rms_normalize(k_BG1K)
-        q_BH1K = self.scheme.rotate(q_BH1K, positions_B1, "query")
-        k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
+        both, v_BG1K = projected.split((heads + kv_heads, kv_heads), dim=1)
+        if self.qk_norm is not None:
+            both = self.qk_norm(both)
+        if self.scheme.turns_alike:
+            both = self.scheme.rotate(both, positions_B1, "key")
+        q_BH1K, k_BG1K = both.split((heads, kv_heads), dim=1)
+        if not self.scheme.turns_alike:
+            q_BH1K = self.scheme.rotate(q_BH1K, positions_B1, "query")
+            k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
         k_BGSK, v_BGSK = cache.extend(self.number, k_BG1K, v_BG1K)
         values_BHS = cache.extend_values(self.number, self.scheme.token_value(x_BD[:, None]))
         if self.window is not None:
@@ -149,7 +161,7 @@ class Stepper:
             Layer(block, model.scheme.for_layer(block.layer), model.window(block.layer))
             for block in model.blocks
         ]
-        self.final_norm, self.head = Norm(model.final_norm), Product(model.head)
+        self.final_norm, self.head = Norm.of(model.final_norm), Product(model.head)
         # 0 where a slot may be read and -inf where the prompt is padded.
         self.padding_B11S: Tensor | None = None
         if cache.any_padding:

@@ -33,6 +33,9 @@ class PositionScheme(nn.Module):
     (Kazemnejad, Padhi, Natesan Ramamurthy, Das, Reddy, 2023), where it is called NoPE.
     """
 
+    # Whether `rotate` does the same to queries and keys, whatever their head.
+    turns_alike = True
+
     @dataclass(frozen=True)
     class Config:
         name: str = "none"

@@ -280,6 +280,8 @@ class Pope(PositionScheme):
     added to the key's and serves shared keys too.
     """
 
+    turns_alike = False
+
     @dataclass(frozen=True)
     class Config:
         name: str = "pope"
