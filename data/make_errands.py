@@ -355,9 +355,9 @@ def generate(name: str) -> Iterator[tuple[tuple[str, ...], str, str]]:
 
 def lines(name: str) -> Iterator[str]:
     """The lines of one split's file, each with its line feed."""
-    for _, request, answer in islice(generate(name), SPLITS[name].requests):
+    for chain, request, answer in islice(generate(name), SPLITS[name].requests):
         turns = [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
-        yield json.dumps({"messages": turns}) + "\n"
+        yield json.dumps({"messages": turns, "group": len(chain)}) + "\n"
 
 
 def write(folder: Path, name: str) -> Path:
