@@ -9,6 +9,7 @@ import pytest
 from wherelm.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[1]
+SPLITS = {"validation", "test", "longer", "padded_out", "shuffled"}
 
 WRONG = {
     "model.widht=3": "model.widht: no such key; did you mean model.width?",
@@ -83,13 +84,14 @@ def test_the_main_job_writes_the_whole_run_folder(finished):
     folder, result = finished
     expected = {"config.yaml", "tokenizer.json", "ledger.json", "metrics.jsonl", "summary.json"}
     expected |= {"samples.txt", "curve.png", "train.log", "environment.json", "checkpoints"}
+    expected |= {"breakdowns.json", *(f"scores-{split}.npz" for split in SPLITS)}
     assert {path.name for path in folder.iterdir()} == expected
     (checkpoint,) = (folder / "checkpoints").iterdir()
     expected = "config.yaml model.safetensors optimizer.safetensors state.json tokenizer.json"
     assert sorted(path.name for path in checkpoint.iterdir()) == expected.split()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "complete"
-    assert set(summary["splits"]) == {"validation", "test", "longer", "padded_out", "shuffled"}
+    assert set(summary["splits"]) == SPLITS
     assert all(0 <= split["exact_match"] <= 1 for split in summary["splits"].values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "split" not in line]

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,30 @@ def load(folder: Path) -> Loaded:
     state = load_state(folder)
     model.scheme.progress(state["share"])
     return Loaded(model.eval(), tokenizer, config, state)
+
+
+def reread(loaded: Loaded, config: RunConfig) -> Loaded:
+    """The same weights in the decoder of another configuration, trained context included.
+
+    So a rotary extension is tried at no training. ValueError where the parameters differ.
+    """
+    shape = replace(config.model, context=loaded.config.model.context)
+    if (shape, config.position) == (loaded.config.model, loaded.config.position):
+        return replace(loaded, config=config)
+    model = build_model(replace(config, model=shape), loaded.tokenizer.vocab_size)
+    weights = dict(loaded.model.named_parameters())
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: tuple(p.shape) for name, p in weights.items()}
+    if expected != found:
+        wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise ValueError(
+            f"{wrong} is {found.get(wrong, 'missing')} in the checkpoint and would be "
+            f"{expected.get(wrong, 'absent')}: only settings without parameters can be overridden"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights[name])
+    model.scheme.progress(loaded.state["share"])
+    return replace(loaded, model=model.eval(), config=config)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:

@@ -51,11 +51,15 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Validation `every` so many steps, and at the end `splits` (null: all that the data has)."""
+    """Validation `every` so many steps, and at the end `splits` (null: all that the data has).
+
+    `extrapolation` measures at the end beyond the trained context too.
+    """
 
     every: int = 100
     splits: tuple[str, ...] | None = None
     batch_tokens: int = 8192
+    extrapolation: bool = False
 
     def __post_init__(self):
         _expect_positive("evaluation", self, ("every", "batch_tokens"))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ import torch.nn.functional as F
 from wherelm.batches import TokenStore, collate, cut
 from wherelm.model import Decoder, learned_logits
 from wherelm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from wherelm.checkpoint import Loaded
+    from wherelm.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -147,13 +152,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m wherelm.evaluate",
         description="Measures checkpoints on splits: loss, bits per byte, exact match of replies.",
-        epilog="example: python -m wherelm.evaluate runs/errands/… evaluation.splits=[test,longer]",
+        epilog="examples: python -m wherelm.evaluate runs/errands/… evaluation.splits=[test,longer]"
+        "; … position.scaling=yarn position.factor=4 reads the same weights with another rotary "
+        "extension, --extrapolation beyond the trained context. What heads do: python -m "
+        "wherelm.probes RUN.",
     )
     parser.add_argument("run", nargs="+", help="run or checkpoint folders, and key=value overrides")
+    parser.add_argument(
+        "--breakdowns",
+        action="store_true",
+        help="loss by position, length and turn as well, and exact match by group",
+    )
+    parser.add_argument(
+        "--shuffled-prefix",
+        action="store_true",
+        help="the loss of replies when the tokens before each are shuffled",
+    )
+    parser.add_argument(
+        "--extrapolation",
+        action="store_true",
+        help="the validation loss at 1 to 8 times the trained context, measured in three ways",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_args(arguments)
 
-    from wherelm import checkpoint, pipeline
+    from wherelm import checkpoint
     from wherelm.config import plain, project_root, run_config, with_overrides
 
     pairs = [word for word in options.run if "=" in word]
@@ -161,25 +184,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in (word for word in options.run if "=" not in word):
             loaded = checkpoint.load(checkpoint.find(Path(path), project_root()))
             config = run_config(with_overrides(plain(loaded.config), pairs))
-            splits = config.final_splits
-            data = pipeline.prepare(config, project_root(), splits, loaded.tokenizer)
-            figures = {
-                split: evaluate(
-                    loaded.model,
-                    data.stores[split],
-                    loaded.tokenizer,
-                    config.evaluation.batch_tokens,
-                )
-                for split in splits
-            }
+            found = _measured(checkpoint.reread(loaded, config), config, project_root(), options)
             if options.json:
-                print(json.dumps({"checkpoint": path, "splits": figures}))
+                print(json.dumps({"checkpoint": path} | found))
             else:
-                print(f"{path}, step {loaded.state['step']}\n{table(figures)}")
+                print(f"{path}, step {loaded.state['step']}\n{_shown(found)}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _measured(
+    loaded: Loaded, config: RunConfig, root: Path, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """All that is asked for, each under its name in the JSON, and split by split within."""
+    from wherelm import pipeline
+    from wherelm.breakdowns import breakdowns
+    from wherelm.extrapolation import beyond_context
+    from wherelm.shuffled_prefix import shuffled_prefix
+
+    model, tokenizer, budget = loaded.model, loaded.tokenizer, config.evaluation.batch_tokens
+    splits = config.final_splits
+    data = pipeline.prepare(config, root, splits, tokenizer)
+    found: dict[str, dict[str, Any]] = {"splits": {}}
+    for split in splits:
+        store = data.stores[split]
+        scores = score(model, store, tokenizer.pad, budget)
+        found["splits"][split] = measures(scores, store, tokenizer)
+        if options.breakdowns:
+            found.setdefault("breakdowns", {})[split] = breakdowns(scores, store, tokenizer)
+        if options.shuffled_prefix:
+            found.setdefault("shuffled_prefix", {})[split] = shuffled_prefix(
+                model, store, tokenizer, budget, seed=config.seed
+            )
+    if options.extrapolation or config.evaluation.extrapolation:
+        found["extrapolation"] = beyond_context(model, tokenizer, config, root)
+    return found
+
+
+def _shown(found: dict[str, dict[str, Any]]) -> str:
+    from wherelm import breakdowns, extrapolation, shuffled_prefix
+
+    parts = [table(found["splits"])]
+    if "shuffled_prefix" in found:
+        parts.append(shuffled_prefix.table(found["shuffled_prefix"]))
+    if "extrapolation" in found:
+        parts.append(extrapolation.table(found["extrapolation"]))
+    parts += [breakdowns.text(*item) for item in found.get("breakdowns", {}).items()]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

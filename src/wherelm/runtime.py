@@ -7,6 +7,7 @@ import ctypes
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -59,6 +60,29 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(mmap_threshold, 32 << 20)  # glibc refuses more
         libc.mallopt(trim_threshold, 1 << 30)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Lets `peak_memory_mb` begin anew, where the system can: a sweep runs several jobs in one."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb(device: torch.device) -> float | None:
+    """The most memory held at one time, in MB of 2^20 bytes: of tensors on CUDA, else the process.
+
+    None on a system that does not say.
+    """
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(most / 2 ** (20 if sys.platform == "darwin" else 10), 1)
 
 
 class StopRequest:

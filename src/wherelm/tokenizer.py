@@ -5,6 +5,8 @@ V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -310,7 +312,8 @@ def tokenize(
     def build() -> tuple[datasets.Dataset, dict[str, int]]:
         import datasets
 
-        table, counts = _tokenized(examples.dataset, tokenizer, learn, overflow, context)
+        with _collector_off():
+            table, counts = _tokenized(examples.dataset, tokenizer, learn, overflow, context)
         if len(table) == 0:
             hint = "raise model.context" if learn == "all" else "data.learn=all learns every turn"
             raise ValueError(
@@ -326,6 +329,18 @@ def tokenize(
     )
     name = key_of(code, examples.key, tokenizer.fingerprint, learn, overflow, context)
     return stored(examples.cache, f"tokens-{name[:32]}", build)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """For millions of small objects and no cycles: looking for some takes as long as the work."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tokenized(

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import platform
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from wherelm import checkpoint, pipeline, runtime
+from wherelm import breakdowns, checkpoint, extrapolation, pipeline, runtime
 from wherelm.batch_view import batch_text
 from wherelm.batches import Batch, Rows, Sampler, collate, examples_of
 from wherelm.config import RunConfig, plain, save_yaml
-from wherelm.evaluate import evaluate, table
+from wherelm.evaluate import evaluate, measures, score, table
 from wherelm.generate import write_samples
 from wherelm.model import Decoder, initialize, next_token_loss
 from wherelm.optim import Optimizer
@@ -54,6 +55,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     device = runtime.choose_device(config.training.device)
     precision = runtime.choose_precision(config.training.precision, device)
     autocast = runtime.autocast(precision, device)
+    runtime.reset_peak_memory(device)
     last = checkpoint.last(folder) if resume else None
     state = State(**checkpoint.load_state(last)) if last else State()
 
@@ -102,7 +104,9 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             state.epoch, state.position = sampler.epoch, sampler.position
             state.batches_hash = chained_hash(state.batches_hash, rows)
             state.seconds = before + time.perf_counter() - started
-            rate = targets / (time.perf_counter() - step_started)
+            step_seconds = time.perf_counter() - step_started
+            rate = targets / step_seconds
+            tokens = sum(int(batch.key_mask_BT.sum()) for batch in micro_batches)
             tracker.write(
                 step=state.step,
                 loss=loss,
@@ -110,6 +114,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
                 gradient_norm=norm,
                 targets=state.targets,
                 targets_per_second=round(rate, 1),
+                tokens_per_second=round(tokens / step_seconds, 1),
                 seconds=round(state.seconds, 3),
             )
             line = f"step {state.step} loss {loss:.3f} lr {optimizer.learning_rate:.1e}"
@@ -128,19 +133,15 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
         tracker.close()
         return summarize(folder, state, "interrupted", exit_code=stop.exit_code)
 
-    figures = {}
-    for split in config.final_splits:
-        figures[split] = evaluate(
-            model, data.stores[split], data.tokenizer, config.evaluation.batch_tokens, autocast
-        )
-        tracker.write(step=state.step, split=split, final=True, **figures[split])
-    log.info("\n%s", table(figures))
+    found = measure(model, data, config, root, folder, autocast)
+    for split, figures in found["splits"].items():
+        tracker.write(step=state.step, split=split, final=True, **figures)
     watched = data.stores["validation"]
     (folder / "samples.txt").write_text(write_samples(model, data.tokenizer, watched), "utf-8")
     tracker.close()
     draw_curve(folder)
     state.seconds = before + time.perf_counter() - started
-    return summarize(folder, state, "complete", splits=figures)
+    return summarize(folder, state, "complete", **found, **costs(model, folder))
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -219,6 +220,48 @@ def watch(
         exact,
         state.seconds,
     )
+
+
+def measure(
+    model: Decoder,
+    data: pipeline.Data,
+    config: RunConfig,
+    root: Path,
+    folder: Path,
+    autocast: Any,
+) -> dict[str, Any]:
+    """The final figures of every split, and beyond the trained context where that is asked for.
+
+    Breakdowns and the scores of every example are written into the run folder.
+    """
+    budget = config.evaluation.batch_tokens
+    figures, parts = {}, {}
+    for split in config.final_splits:
+        store = data.stores[split]
+        scores = score(model, store, data.tokenizer.pad, budget, autocast)
+        figures[split] = measures(scores, store, data.tokenizer)
+        parts[split] = breakdowns.breakdowns(scores, store, data.tokenizer)
+        breakdowns.save_examples(folder, split, scores, store, data.tokenizer)
+    place = folder / breakdowns.FILE
+    place.write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
+    log.info("\n%s\nby position, length, turn and group: %s", table(figures), place)
+    if not config.evaluation.extrapolation:
+        return {"splits": figures}
+    beyond = extrapolation.beyond_context(model, data.tokenizer, config, root, autocast)
+    log.info("\n%s", extrapolation.table(beyond))
+    return {"splits": figures, "extrapolation": beyond}
+
+
+def costs(model: Decoder, folder: Path) -> dict[str, Any]:
+    """Parameters, those that the scheme adds, peak memory, and the median speed of training."""
+    lines = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "scheme_parameters": sum(p.numel() for p in model.scheme.parameters()),
+        "tokens_per_second": statistics.median(speeds),
+        "peak_memory_mb": runtime.peak_memory_mb(model.embedding.weight.device),
+    }
 
 
 def save(
