@@ -3,15 +3,18 @@
 `python train.py --help` shows every group and key.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -26,7 +29,11 @@ def main(values: DictConfig) -> None:
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     composed = OmegaConf.to_container(values, resolve=True)
+    del composed["ablation"]
     resume = composed.pop("resume") is not None
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        run_job(composed, folder)
+        return
     # Caught here, for Hydra prints a line of its own for what leaves this function.
     try:
         config = run_config(load_yaml(folder / "config.yaml") if resume else composed)
@@ -37,6 +44,24 @@ def main(values: DictConfig) -> None:
     if summary["status"] == "interrupted":
         print(f"stopped at step {summary['step']}; go on with: python train.py resume={folder}")
         sys.exit(summary["exit_code"])
+
+
+def run_job(values: dict[str, Any], folder: Path) -> None:
+    """One job of a sweep. What it raises goes to its summary, so that the other jobs go on."""
+    from wherelm import ablation, training
+    from wherelm.config import run_config
+
+    if ablation.stopped(folder.parent):
+        return
+    try:
+        summary = training.fit(run_config(values), folder, ROOT, ablation.ready(folder))
+    except Exception as error:
+        known = isinstance(error, ValueError)
+        logging.getLogger("wherelm").error("error: %s", error, exc_info=not known)
+        ablation.write_failure(folder, error)
+        return
+    if summary["status"] == "interrupted":
+        ablation.stop(folder.parent, summary["exit_code"])
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:

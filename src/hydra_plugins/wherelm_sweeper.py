@@ -1,0 +1,286 @@
+"""Hydra's side of a sweep: composes its arms, has its jobs launched, and reports.
+
+Hydra takes a sweeper from its own plugin namespace alone. What a sweep is lives in
+`wherelm.ablation`, and what comes out of it in `wherelm.comparison`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from wherelm.ablation import AblationConfig, Arm, Job
+    from wherelm.config import RunConfig
+
+# What a job says goes to its train.log alone; the terminal shows how the sweep gets on.
+QUIET = (
+    "+hydra.job_logging.loggers.wherelm.handlers=[file]",
+    "+hydra.job_logging.loggers.wherelm.propagate=false",
+)
+
+
+class Stopped(BaseException):  # no Exception, which a job would take for its own failure
+    """The sweep was told to stop: `code` is 130 after Ctrl-C, 143 after SIGTERM."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
+class AblationSweeper(BasicSweeper):
+    """Arms (the product of all values on the command line and in `params`) × seeds."""
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Runs what is missing in hydra.sweep.dir, writes its results and prints the comparison.
+
+        Ends the process: with 1 where jobs failed or did not end, 130 or 143 where it was stopped.
+        """
+        from wherelm import ablation
+        from wherelm.config import typed
+        from wherelm.progress import Progress
+
+        values = OmegaConf.to_container(self.config.ablation)
+        settings = typed(ablation.AblationConfig, values, "ablation")
+        self.folder = Path(str(self.config.hydra.sweep.dir)).resolve()
+        arms = self.arms(arguments, settings)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ablation.go(self.folder)
+        tuned = settings.tune * settings.learning_rates * settings.tuning_seeds
+        self.progress = Progress(len(arms) * (tuned + settings.seeds))
+        jobs: list[Job] = []
+        code = 0
+        try:
+            rates = self.tune(arms, settings, jobs) if settings.tune else {}
+            first = arms[0].config["seed"]
+            final = [
+                ablation.make_job(self.folder, arm, seed, "final", rates.get(arm.label))
+                for seed in range(first, first + settings.seeds)
+                for arm in arms
+            ]
+            jobs += final
+            self.launch(final)
+        except Stopped as stopped:
+            code = stopped.code
+        sys.exit(self.report(jobs, settings, code))
+
+    def arms(self, arguments: Sequence[str], settings: AblationConfig) -> list[Arm]:
+        """What is compared, each composed and checked; ValueError before anything is trained."""
+        from wherelm.ablation import Arm
+        from wherelm.config import plain
+
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parsed = parser.parse_overrides([*self._parse_config(), *arguments])
+        (products,) = self.split_arguments(parsed, None)
+        values: dict[str, set[str]] = {}
+        for key, _, value in (pair.partition("=") for pairs in products for pair in pairs):
+            values.setdefault(key, set()).add(value)
+        varied = [key for key in values if len(values[key]) > 1]
+        if "seed" in varied:
+            raise ValueError("seed=…: a sweep draws its own; give ablation.seeds=N, and seed=FIRST")
+        arms = []
+        for pairs in products:
+            config = self.composed(pairs)
+            if settings.split not in config.final_splits:
+                raise ValueError(
+                    f"ablation.metric={settings.metric}: expected one of the splits that are "
+                    f"measured at the end: {', '.join(config.final_splits)}"
+                )
+            own = [p for p in pairs if p.partition("=")[0] in varied and p[:9] != "position="]
+            label = " ".join([config.position.name, *own])
+            arms.append(Arm(label, tuple(pairs), plain(config)))
+        labels = [arm.label for arm in arms]
+        if settings.baseline not in labels:
+            raise ValueError(
+                f"ablation.baseline={settings.baseline}: expected one of {', '.join(labels)}"
+            )
+        return arms
+
+    def composed(self, overrides: Sequence[str]) -> RunConfig:
+        """The typed configuration that a job with these overrides would have."""
+        from wherelm.config import run_config
+
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        former = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(config)
+        try:
+            keys = [key for key in config if key not in ("hydra", "ablation", "resume")]
+            return run_config(
+                OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
+            )
+        finally:
+            HydraConfig.instance().cfg = former
+
+    def tune(
+        self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]
+    ) -> dict[str, float]:
+        """Each arm's learning rate by validation; one at the grid's edge widens it for all.
+
+        `jobs` receives the runs that this took.
+        """
+        from wherelm import ablation
+
+        lower = upper = 0
+        for widening in range(ablation.WIDENINGS + 1):
+            jobs[:] = [
+                ablation.make_job(self.folder, arm, ablation.TUNING_SEED + number, "tune", rate)
+                for number in range(settings.tuning_seeds)
+                for arm in arms
+                for rate in ablation.grid(
+                    arm.config["optimizer"]["learning_rate"],
+                    settings.learning_rates,
+                    lower,
+                    upper,
+                )
+            ]
+            self.launch(jobs)
+            curves = ablation.sensitivities(jobs, settings.metric)
+            ablation.write_tuning(self.folder / "tuning.csv", curves)
+            edges = {curve.edge for curve in curves} - {None}
+            if not edges or widening == ablation.WIDENINGS:
+                break
+            lower, upper = lower + ("lowest" in edges), upper + ("highest" in edges)
+            self.progress.total += len(edges) * len(arms) * settings.tuning_seeds
+        print(ablation.tuning_table(curves), flush=True)
+        return {curve.arm.label: curve.best for curve in curves if curve.best is not None}
+
+    def launch(self, jobs: Sequence[Job]) -> None:
+        """Runs those that are not complete, through Hydra's launcher; Stopped where it was told to.
+
+        A launcher that loses a worker ends early: its jobs are then found killed or missing.
+        """
+        from wherelm import ablation
+
+        missing = [job for job in jobs if job.status != "complete"]
+        if not missing:
+            return
+        parallel = self.parallel(len(missing))
+        more = [f"hydra.sweep.dir={quoted(self.folder)}", *QUIET]
+        if parallel > 1:
+            cores = ablation.cores()
+            if missing[0].config["training"]["threads"] is None:
+                more.append(f"training.threads={max(1, cores // parallel)}")
+            self.tokenize(missing)
+        if missing[0].config["data"]["cache"] is None:
+            more.append(f"data.cache={quoted(self.folder / ablation.CACHE)}")
+        batch = self.max_batch_size or (parallel if self.kind == "LocalLauncher" else len(missing))
+        with self.progress.watching(jobs), self.stopping():
+            for start in range(0, len(missing), batch):
+                part = missing[start : start + batch]
+                overrides = [
+                    [*job.overrides, f"hydra.sweep.subdir={job.folder.name}", *more] for job in part
+                ]
+                try:
+                    self.launcher.launch(overrides, initial_job_idx=start)
+                except Exception as error:
+                    first = (str(error) or type(error).__name__).splitlines()[0]
+                    print(f"error: {self.kind} ended early: {first}", file=sys.stderr)
+        if code := ablation.stopped(self.folder):
+            raise Stopped(code)
+
+    @property
+    def kind(self) -> str:
+        return type(self.launcher).__name__
+
+    def parallel(self, jobs: int) -> int:
+        """How many jobs share this machine at a time."""
+        from wherelm.ablation import cores
+
+        if self.kind == "JoblibLauncher":
+            asked = self.config.hydra.launcher.n_jobs
+            return min(jobs, asked if asked > 0 else max(1, cores() + 1 + asked))
+        if self.kind == "LocalLauncher":
+            return min(jobs, self.max_batch_size or cores())
+        return 1
+
+    def tokenize(self, jobs: Sequence[Job]) -> None:
+        """Fills the cache once, so that jobs that begin together need not all do it."""
+        from wherelm import ablation, pipeline
+        from wherelm.config import project_root, run_config
+
+        seen = set()
+        for job in jobs:
+            data = job.config["data"] | {
+                "cache": job.config["data"]["cache"] or str(self.folder / ablation.CACHE)
+            }
+            config = run_config(job.config | {"data": data})
+            key = json.dumps(
+                [job.config[k] for k in ("data", "tokenizer")] + [config.model.context]
+            )
+            if key not in seen:
+                splits = ("train", "validation", *config.final_splits)
+                pipeline.prepare(config, project_root(), splits)
+            seen.add(key)
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM let the running jobs save and no other begin.
+
+        A job that runs in this process sees to them itself while it trains; workers get Ctrl-C from
+        the terminal and SIGTERM from here. Queued jobs elsewhere go on, and new ones do not begin.
+        """
+        from wherelm import ablation
+
+        def note(number: int, frame: object) -> None:
+            ablation.stop(self.folder, 128 + number)
+            if self.kind != "JoblibLauncher":
+                raise Stopped(128 + number)
+            for each, handler in former.items():
+                signal.signal(each, handler)
+            if number == signal.SIGTERM:
+                for child in children():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        former = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def report(self, jobs: Sequence[Job], settings: AblationConfig, code: int) -> int:
+        """Writes results.csv and comparison.json, prints them; the exit status of the sweep."""
+        from wherelm import ablation, comparison
+
+        ablation.write_csv(self.folder / "results.csv", ablation.results(jobs))
+        final = [job for job in jobs if job.phase == "final"]
+        if any(job.status == "complete" for job in final):
+            found = comparison.compare(final, settings.metric, settings.baseline)
+            comparison.save(found, self.folder / "comparison.json")
+            print(f"\n{comparison.table(found, final)}\n")
+        print(f"results: {self.folder / 'results.csv'}", flush=True)
+        undone = [job for job in jobs if job.status != "complete"]
+        for job in undone:
+            why = job.summary.get("error", "")
+            print(f"{job.status}: {job.folder.name} {why}".rstrip(), file=sys.stderr)
+        if undone or code:
+            again = "the same command with hydra.sweep.dir"
+            print(f"do what is missing with {again}={self.folder}", file=sys.stderr)
+            return code or 1
+        shutil.rmtree(self.folder / ablation.CACHE, ignore_errors=True)
+        return 0
+
+
+def quoted(path: Path) -> str:
+    """A path as a value in Hydra's grammar."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def children() -> list[int]:
+    """The processes that this one started, where Linux tells."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(child) for place in lists for child in place.read_text().split()]
