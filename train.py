@@ -48,11 +48,14 @@ def main(values: DictConfig) -> None:
 
 def run_job(values: dict[str, Any], folder: Path) -> None:
     """One job of a sweep. What it raises goes to its summary, so that the other jobs go on."""
+    import torch
+
     from wherelm import ablation, training
     from wherelm.config import run_config
 
     if ablation.stopped(folder.parent):
         return
+    threads = torch.get_num_threads()
     try:
         summary = training.fit(run_config(values), folder, ROOT, ablation.ready(folder))
     except Exception as error:
@@ -60,6 +63,11 @@ def run_job(values: dict[str, Any], folder: Path) -> None:
         logging.getLogger("wherelm").error("error: %s", error, exc_info=not known)
         ablation.write_failure(folder, error)
         return
+    except KeyboardInterrupt:  # in a worker, while it does not train
+        ablation.stop(folder.parent, 130)
+        return
+    finally:
+        torch.set_num_threads(threads)  # for the next job in this process
     if summary["status"] == "interrupted":
         ablation.stop(folder.parent, summary["exit_code"])
 

@@ -30,6 +30,7 @@ QUIET = (
     "+hydra.job_logging.loggers.wherelm.handlers=[file]",
     "+hydra.job_logging.loggers.wherelm.propagate=false",
 )
+WORKERS = ("JoblibLauncher", "LocalLauncher")  # their jobs run in processes that this one started
 
 
 class Stopped(BaseException):  # no Exception, which a job would take for its own failure
@@ -167,27 +168,40 @@ class AblationSweeper(BasicSweeper):
             return
         parallel = self.parallel(len(missing))
         more = [f"hydra.sweep.dir={quoted(self.folder)}", *QUIET]
-        if parallel > 1:
-            cores = ablation.cores()
-            if missing[0].config["training"]["threads"] is None:
-                more.append(f"training.threads={max(1, cores // parallel)}")
-            self.tokenize(missing)
+        if parallel > 1 and missing[0].config["training"]["threads"] is None:
+            more.append(f"training.threads={max(1, ablation.cores() // parallel)}")
         if missing[0].config["data"]["cache"] is None:
             more.append(f"data.cache={quoted(self.folder / ablation.CACHE)}")
-        batch = self.max_batch_size or (parallel if self.kind == "LocalLauncher" else len(missing))
         with self.progress.watching(jobs), self.stopping():
-            for start in range(0, len(missing), batch):
-                part = missing[start : start + batch]
-                overrides = [
-                    [*job.overrides, f"hydra.sweep.subdir={job.folder.name}", *more] for job in part
-                ]
-                try:
-                    self.launcher.launch(overrides, initial_job_idx=start)
-                except Exception as error:
-                    first = (str(error) or type(error).__name__).splitlines()[0]
-                    print(f"error: {self.kind} ended early: {first}", file=sys.stderr)
+            if self.kind != "BasicLauncher":
+                self.tokenize(missing)
+            batch = self.max_batch_size or (
+                parallel if self.kind == "LocalLauncher" else len(missing)
+            )
+            while missing and not ablation.stopped(self.folder):
+                for start in range(0, len(missing), batch):
+                    self.start(missing[start : start + batch], start, more)
+                # Jobs that never began, since a worker was lost: again, as long as some begin.
+                former, missing = missing, [job for job in missing if job.status == "missing"]
+                if len(missing) == len(former) or self.kind not in WORKERS:
+                    break
         if code := ablation.stopped(self.folder):
             raise Stopped(code)
+
+    def start(self, jobs: Sequence[Job], number: int, more: Sequence[str]) -> None:
+        """Has Hydra's launcher run these jobs with `more` overrides, and waits for all of them."""
+        overrides = [
+            [*job.overrides, f"hydra.sweep.subdir={job.folder.name}", *more] for job in jobs
+        ]
+        try:
+            self.launcher.launch(overrides, initial_job_idx=number)
+        except Exception as error:
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"error: {self.kind} ended early: {first}", file=sys.stderr)
+            if self.kind == "LocalLauncher":  # it leaves the jobs beside the lost one running
+                with contextlib.suppress(ChildProcessError):
+                    while True:
+                        os.wait()
 
     @property
     def kind(self) -> str:
@@ -220,7 +234,8 @@ class AblationSweeper(BasicSweeper):
             )
             if key not in seen:
                 splits = ("train", "validation", *config.final_splits)
-                pipeline.prepare(config, project_root(), splits)
+                with contextlib.suppress(ValueError):  # which the job will meet and report itself
+                    pipeline.prepare(config, project_root(), splits)
             seen.add(key)
 
     @contextlib.contextmanager
@@ -234,7 +249,7 @@ class AblationSweeper(BasicSweeper):
 
         def note(number: int, frame: object) -> None:
             ablation.stop(self.folder, 128 + number)
-            if self.kind != "JoblibLauncher":
+            if self.kind not in WORKERS:
                 raise Stopped(128 + number)
             for each, handler in former.items():
                 signal.signal(each, handler)

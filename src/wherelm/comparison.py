@@ -26,6 +26,7 @@ from wherelm.seeds import numpy_generator
 
 METRICS = "metrics.jsonl"
 LEVEL = 0.05
+SATURATED = 0.99
 # The sums and weights in a run's scores-SPLIT.npz whose quotient is a figure.
 EXAMPLES = {"loss": ("nats", "targets"), "exact_match": ("exact", "replies")}
 
@@ -75,7 +76,7 @@ def compare(jobs: Sequence[Job], metric: str, baseline: str) -> Comparison:
     ]
     arms = list(dict.fromkeys(job.arm.label for job in complete))
     by_seed = {arm: {j.seed: j for j in complete if j.arm.label == arm} for arm in arms}
-    time_metric = f"validation.{metric.partition('.')[2]}"
+    time_metric = f"validation.{metric.rpartition('.')[2]}"
     tokens, seconds, other = [], [], {}
     for arm in (arm for arm in arms if arm != baseline and baseline in by_seed):
         pairs, strangers = [], []
@@ -123,7 +124,7 @@ def _corrected(differences: Sequence[Difference]) -> list[Difference]:
 
 def _examples(pairs: Sequence[tuple[Job, Job]], metric: str) -> Interval | None:
     """The bootstrap over seeds and examples, where runs kept their scores on equal examples."""
-    split, _, figure = metric.partition(".")
+    split, _, figure = metric.rpartition(".")
     places = [[job.folder / f"scores-{split}.npz" for job in pair] for pair in pairs]
     if figure not in EXAMPLES or not all(path.is_file() for pair in places for path in pair):
         return None
@@ -145,13 +146,15 @@ def _examples(pairs: Sequence[tuple[Job, Job]], metric: str) -> Interval | None:
 def at_equal_time(own: Job, other: Job, metric: str) -> tuple[float, float] | None:
     """A figure on validation of both at the training time in which the faster of the two ended.
 
-    Between two evaluations it is interpolated. The slower is read before its schedule ended, which
-    favours the faster.
+    Between two evaluations it is interpolated; None where the slower was first evaluated later. The
+    slower is read before its schedule ended, which favours the faster.
     """
-    curves = [validation_curve(job.folder, metric.partition(".")[2]) for job in (own, other)]
+    curves = [validation_curve(job.folder, metric.rpartition(".")[2]) for job in (own, other)]
     if not all(curves):
         return None
     budget = min(curve[-1][0] for curve in curves)
+    if budget < max(curve[0][0] for curve in curves):
+        return None
     own_value, other_value = (float(np.interp(budget, *zip(*c, strict=True))) for c in curves)
     return own_value, other_value
 
@@ -189,17 +192,22 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
     ]
     found = {d.arm: d for d in comparison.equal_tokens}
     for arm in arms:
-        values = [v for job in complete[arm] if (v := read(job.summary, metric)) is not None]
+        values = _values(complete[arm], metric)
         spread = f"{statistics.stdev(values):9.4f}" if len(values) > 1 else f"{'-':>9}"
         mean = f"{statistics.fmean(values):9.4f}" if values else f"{'-':>9}"
         adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
-        lines.append(
-            f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{_tested(found.get(arm), metric)}"
-        )
+        tested = _tested(found.get(arm), metric)
+        lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{tested}")
+    if warning := saturation(complete, metric):
+        lines.append(warning)
     lines += ["", f"{'equal time':{width}}{comparison.time_metric:34}{TESTED}"]
     lines += [
         f"{d.arm:{width}}{'':34}{_tested(d, comparison.time_metric)}" for d in comparison.equal_time
     ]
+    if len(comparison.equal_time) < len(comparison.equal_tokens):
+        lines.append("no figure at equal time where a run was evaluated too late: evaluation.every")
+    if comparison.equal_time:
+        lines.append("(the slower is read before its schedule ended, which favours the faster)")
     lines += [
         "",
         f"{'the same':{width}}{'unpaired 95 %':>24}{'r of pairs':>12}{'examples 95 %':>24}",
@@ -207,7 +215,7 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
     for d in comparison.equal_tokens:
         r = "-" if d.correlation is None else f"{d.correlation:.2f}"
         lines.append(f"{d.arm:{width}}{_range(d.unpaired):>24}{r:>12}{_range(d.examples):>24}")
-    lines += ["", *_costs(complete, width), "", *_secondary(complete, metric, width)]
+    lines += ["", *_costs(complete, width), *_secondary(complete, metric, width)]
     for arm, seeds in comparison.unpaired_seeds.items():
         lines.append(f"{arm}: seeds {seeds} saw other batches than {baseline} and are not compared")
     return "\n".join(line.rstrip() for line in lines)
@@ -253,17 +261,36 @@ def _costs(complete: dict[str, list[Job]], width: int) -> list[str]:
 def _secondary(complete: dict[str, list[Job]], metric: str, width: int) -> list[str]:
     """Means of all other figures; `test` was read once, from the last weights."""
     every = [job.summary for jobs in complete.values() for job in jobs]
-    names = [
-        f"{split}.{figure}"
-        for split in dict.fromkeys(split for summary in every for split in summary["splits"])
-        for figure in (LOWER[0], HIGHER[0])
-    ]
-    names = [n for n in names if n != metric and any(read(s, n) is not None for s in every)]
-    lines = [f"{'secondary':{width}}" + "".join(f"{name:>24}" for name in names)]
-    for arm, jobs in complete.items():
-        cells = []
-        for name in names:
-            values = [v for job in jobs if (v := read(job.summary, name)) is not None]
-            cells.append(f"{statistics.fmean(values):.4f}" if values else "-")
-        lines.append(f"{arm:{width}}" + "".join(f"{cell:>24}" for cell in cells))
+    splits = list(dict.fromkeys(split for summary in every for split in summary["splits"]))
+    lines = []
+    for figure in (LOWER[0], HIGHER[0]):
+        names = [f"{split}.{figure}" for split in splits]
+        shown = [n for n in names if n != metric and any(read(s, n) is not None for s in every)]
+        if not shown:
+            continue
+        title = f"secondary {figure.replace('_', ' ')}"
+        left = max(width, len(title) + 1)
+        heads = [f"{name.rpartition('.')[0]:>13}" for name in shown]
+        lines += ["", f"{title:{left}}" + "".join(heads)]
+        for arm, jobs in complete.items():
+            found = [_values(jobs, name) for name in shown]
+            cells = [f"{statistics.fmean(values):.4f}" if values else "-" for values in found]
+            lines.append(f"{arm:{left}}" + "".join(f"{cell:>13}" for cell in cells))
     return lines
+
+
+def _values(jobs: Sequence[Job], metric: str) -> list[float]:
+    return [value for job in jobs if (value := read(job.summary, metric)) is not None]
+
+
+def saturation(complete: dict[str, list[Job]], metric: str) -> str | None:
+    """A line of warning where a share lies at the same end of its range for every arm."""
+    found = [_values(jobs, metric) for jobs in complete.values()]
+    means = [statistics.fmean(values) for values in found if values]
+    if not higher_is_better(metric) or not means:
+        return None
+    if min(means) >= SATURATED:
+        return f"{metric} is saturated: at least {SATURATED} for every arm; ask something harder"
+    if max(means) <= 1 - SATURATED:
+        return f"{metric} has not begun: at most {1 - SATURATED:.2f} for every arm; train longer"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,15 @@ class Progress:
 
         header = f"{'job':>9}  {'arm':24}{'seed':>5}{'lr':>10}{'loss':>9}{'time':>8}{'left':>9}"
         tqdm.write(header)
+        self.bar = tqdm(
+            total=self.total,
+            initial=len(self.done),
+            desc="sweep",
+            disable=not sys.stderr.isatty(),
+            leave=False,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| [{elapsed}]",
+            dynamic_ncols=True,
+        )
         thread = threading.Thread(target=keep_looking, daemon=True)
         thread.start()
         try:
@@ -54,6 +64,7 @@ class Progress:
             end.set()
             thread.join()
             look()
+            self.bar.close()
 
     def tell(self, job: Job) -> None:
         self.done.add(job.folder)
@@ -61,6 +72,7 @@ class Progress:
         number = len(self.done)
         each = (time.monotonic() - self.started) / self.ended
         tqdm.write(progress_line(number, self.total, job, each * (self.total - number)))
+        self.bar.update()
 
 
 def written(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -62,10 +63,27 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 1 << 30)
 
 
+def expect_compiler(device: torch.device) -> None:
+    """ValueError where `torch.compile` would find no compiler of C++, which it needs on a CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except Exception as error:
+            raise ValueError(
+                "training.compile=true: no C++ compiler found; install g++, or name one with the "
+                "environment variable CXX, or give training.compile=false"
+            ) from error
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Lets `peak_memory_mb` begin anew, where the system can: a sweep runs several jobs in one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what `keep_freed_memory` kept of the job before
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

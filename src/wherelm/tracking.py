@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import netrc
 import os
 import sys
@@ -29,9 +30,11 @@ class Tracker:
         self._file = self.path.open("a" if resumed_at is not None else "w", encoding="utf-8")
         self._wandb = start_wandb(folder, config) if config.tracking.name == "wandb" else None
         # No `{postfix}` of the library's: it puts a comma in front.
+        # None from a worker of a sweep, and none left behind below the bar of a sweep.
         self._bar = tqdm(
             total=100.0,
-            disable=not sys.stderr.isatty(),
+            disable=not sys.stderr.isatty() or multiprocessing.parent_process() is not None,
+            leave=None,
             bar_format="{percentage:3.0f}% |{bar:20}| {desc}[{elapsed}<{remaining}]",
             dynamic_ncols=True,
         )
