@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
@@ -93,7 +94,7 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
 def check_grammar(arguments: Sequence[str]) -> None:
     """ValueError for the first argument that is no override, named (Hydra's message may not)."""
     parser = OverridesParser.create()
-    for argument in (a for a in arguments if not a.startswith("-")):
+    for argument in get_args_parser().parse_args(arguments).overrides:
         try:
             override = parser.parse_override(argument)
             if not override.key_or_group or override.is_delete():

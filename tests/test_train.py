@@ -143,9 +143,20 @@ def test_a_run_is_never_written_over(finished):
     assert "holds a run" in result.stderr
 
 
+def test_the_configuration_is_shown_and_nothing_is_trained(tmp_path, capsys, monkeypatch):
+    import train
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--cfg", "job", "model.width=64"])
+    assert train.command() == 0
+    assert "  width: 64\n" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_help_shows_groups_keys_and_examples():
     result = run("--help")
     assert result.returncode == 0
     schemes = f"position: {', '.join(sorted(SCHEMES))}"
-    for word in (schemes, "data.train=FILE", "resume=", "batch_tokens:"):
+    sweep = ("-m experiment=position_schemes", "hydra/launcher=joblib", "hydra.sweep.dir=DIR")
+    for word in (schemes, "data.train=FILE", "resume=", "batch_tokens:", "baseline:", *sweep):
         assert word in result.stdout
