@@ -21,6 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 ROOT = Path(__file__).resolve().parent
 RESUME = "resume="
+EXTRAS = {"joblib": "parallel", "submitit_local": "slurm", "submitit_slurm": "slurm"}
 
 
 @hydra.main(config_path=str(ROOT / "configs"), config_name="train", version_base="1.3")
@@ -117,7 +118,10 @@ def explain(error: Exception) -> str:
         return unknown_key(cause.full_key, accepted)
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: no such option; expected one of {', '.join(error.options)}"
+        accepted = f"expected one of {', '.join(error.options)}"
+        if option in EXTRAS:
+            accepted = f'install it with pip install -e ".[{EXTRAS[option]}]"'
+        return f"{group}={option}: no such option; {accepted}"
     return " ".join(line.strip() for line in str(error).splitlines())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -81,7 +80,6 @@ def reset_peak_memory(device: torch.device) -> None:
     """Lets `peak_memory_mb` begin anew, where the system can: a sweep runs several jobs in one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what `keep_freed_memory` kept of the job before
     with contextlib.suppress(OSError):
