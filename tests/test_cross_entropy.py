@@ -21,7 +21,7 @@ def head(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("rows", [1, 4, ROWS, 1000])
+@pytest.mark.parametrize("rows", [WIDTH, WIDTH + 1, ROWS, 1000])
 def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(monkeypatch, rows, softcap):
     monkeypatch.setattr(cross_entropy, "CHUNK", rows * VOCABULARY)
     x_ND, weight_VD, targets_N = head()
@@ -63,7 +63,8 @@ def test_only_the_gradients_that_are_wanted_are_needed():
 def test_a_decoder_learns_from_chunks_what_it_learns_from_all_logits(monkeypatch, tied):
     monkeypatch.setattr(cross_entropy, "CHUNK", 100)
     model = random_decoder(dtype=torch.float64, tied=tied, softcap=5.0)
-    batch = padded(ragged_store(), range(4))
+    batch = padded(ragged_store(lengths=(16, 1, 13, 14, 15, 12, 16, 11)), range(8))
+    assert batch.targets > 2 * model.config.width  # three chunks or more
     next_token_loss(model, batch).backward()
     in_chunks = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 2**21  # logits that exist at once: few enough to stay in a processor's cache
+CHUNK = 2**21  # logits that exist at once, but for huge V: they stay in a processor's cache
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -35,7 +35,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
         x_grad_ND = torch.empty_like(x_ND) if learns else None
         weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
-        rows = max(1, CHUNK // len(weight_VD))
+        # Each chunk passes over all of the V × D gradient, which below D rows would be most of it.
+        rows = max(x_ND.shape[1], CHUNK // len(weight_VD))
         for start in range(0, len(x_ND), rows):
             chunk = slice(start, start + rows)
             x_CD, targets_C1 = x_ND[chunk], targets_N[chunk, None]
