@@ -45,8 +45,9 @@ class Progress:
             while not end.wait(LOOK_EVERY):
                 look()
 
-        header = f"{'job':>9}  {'arm':24}{'seed':>5}{'lr':>10}{'loss':>9}{'time':>8}{'left':>9}"
-        tqdm.write(header)
+        self.width = max(22, *(len(job.arm.label) for job in jobs))
+        arm = f"{'arm':{self.width}}"
+        tqdm.write(f"{'job':>9}  {arm}{'seed':>7}{'lr':>10}{'loss':>9}{'time':>8}{'left':>9}")
         self.bar = tqdm(
             total=self.total,
             initial=len(self.done),
@@ -71,7 +72,8 @@ class Progress:
         self.ended += 1
         number = len(self.done)
         each = (time.monotonic() - self.started) / self.ended
-        tqdm.write(progress_line(number, self.total, job, each * (self.total - number)))
+        left = each * (self.total - number)
+        tqdm.write(progress_line(number, self.total, job, left, self.width))
         self.bar.update()
 
 
@@ -83,18 +85,18 @@ def written(folder: Path) -> int:
         return 0
 
 
-def progress_line(number: int, total: int, job: Job, seconds_left: float) -> str:
+def progress_line(number: int, total: int, job: Job, seconds_left: float, width: int) -> str:
     """One job that ended: its number, arm, seed, result, and the time that all others need."""
     summary = job.summary
-    loss, seconds, left = "-", "-", clock(seconds_left)
+    loss, seconds, left = "-", "-", f"{clock(seconds_left):>9}"
     if job.status == "complete":
         loss = summary["splits"].get("validation", {}).get("loss", summary["validation_loss"])
         loss, seconds = f"{loss:.4f}", clock(summary["seconds"])
     else:
         left += f"  {job.status} {summary.get('error', '')}".rstrip()
     return (
-        f"{number:>4}/{total:<4}  {job.arm.label:24}{job.seed:>5}{job.learning_rate:>10g}"
-        f"{loss:>9}{seconds:>8}{left:>9}"
+        f"{number:>4}/{total:<4}  {job.arm.label:{width}}{job.seed:>7}{job.learning_rate:>10g}"
+        f"{loss:>9}{seconds:>8}{left}"
     )
 
 

@@ -20,7 +20,7 @@ from wherelm import breakdowns, checkpoint, extrapolation, pipeline, runtime
 from wherelm.batch_view import batch_text
 from wherelm.batches import Batch, Rows, Sampler, collate, examples_of
 from wherelm.config import RunConfig, plain, save_yaml
-from wherelm.evaluate import evaluate, measures, score, table
+from wherelm.evaluate import Scores, measures, score, table
 from wherelm.generate import write_samples
 from wherelm.model import Decoder, initialize, next_token_loss
 from wherelm.optim import Optimizer
@@ -125,7 +125,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
                 log.info("first step after %.1f s; attention: %s", state.seconds, model.mask_path)
             ended = share >= 1 or bool(stop)
             if ended or state.step % config.evaluation.every == 0:
-                watch(model, data, config, state, tracker, autocast)
+                scores = watch(model, data, config, state, tracker, autocast)
                 save(folder, model, data, config, state, optimizer)
             if ended:
                 break
@@ -133,7 +133,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
         tracker.close()
         return summarize(folder, state, "interrupted", exit_code=stop.exit_code)
 
-    found = measure(model, data, config, root, folder, autocast)
+    found = measure(model, data, config, scores, root, folder, autocast)
     for split, figures in found["splits"].items():
         tracker.write(step=state.step, split=split, final=True, **figures)
     watched = data.stores["validation"]
@@ -205,10 +205,11 @@ def watch(
     state: State,
     tracker: Tracker,
     autocast: Any,
-) -> None:
-    """Measures the whole validation split and says so."""
-    budget = config.evaluation.batch_tokens
-    figures = evaluate(model, data.stores["validation"], data.tokenizer, budget, autocast)
+) -> Scores:
+    """Measures the whole validation split, says so, and returns its scores."""
+    store, budget = data.stores["validation"], config.evaluation.batch_tokens
+    scores = score(model, store, data.tokenizer.pad, budget, autocast)
+    figures = measures(scores, store, data.tokenizer)
     state.validation_loss = figures["loss"]
     tracker.write(step=state.step, split="validation", **{**figures, "targets": state.targets})
     exact = f", exact match {figures['exact_match']:.1%}" if "exact_match" in figures else ""
@@ -220,12 +221,14 @@ def watch(
         exact,
         state.seconds,
     )
+    return scores
 
 
 def measure(
     model: Decoder,
     data: pipeline.Data,
     config: RunConfig,
+    watched: Scores,
     root: Path,
     folder: Path,
     autocast: Any,
@@ -238,7 +241,10 @@ def measure(
     figures, parts = {}, {}
     for split in config.final_splits:
         store = data.stores[split]
-        scores = score(model, store, data.tokenizer.pad, budget, autocast)
+        if split == "validation":  # whose last evaluation was of these weights
+            scores = watched
+        else:
+            scores = score(model, store, data.tokenizer.pad, budget, autocast)
         figures[split] = measures(scores, store, data.tokenizer)
         parts[split] = breakdowns.breakdowns(scores, store, data.tokenizer)
         breakdowns.save_examples(folder, split, scores, store, data.tokenizer)

@@ -88,8 +88,7 @@ def overhead(folder: Path, steps: int) -> tuple[str, float]:
     one = lap(lambda: sweep(folder, steps, *JOBS))
     jobs = [path.parent for path in folder.glob("*/metrics.jsonl")]
     training = sum(map(training_seconds, jobs))
-    # Once at the last step and once for the table at the end.
-    evaluation = 2 * len(jobs) * evaluation_seconds(jobs[0])
+    evaluation = len(jobs) * evaluation_seconds(jobs[0])  # at the last step alone
     rest = one.seconds - training - evaluation
     cells = [f"{len(jobs)} jobs of {steps} steps", f"{one.seconds:.0f}"]
     cells += [f"{part:.0f} ({part / one.seconds:.1%})" for part in (training, evaluation, rest)]
@@ -151,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         sweep(folder / "warm", 1, "position=rope", "ablation.seeds=1")
         line, others = overhead(folder / "long", options.steps)
-        short = max(1, options.steps // 4)
+        short = max(1, options.steps // 5)
         times = at_once(folder, short, options.rounds)
     write(report(line, others, times, short), "sweeps")
     return 0
