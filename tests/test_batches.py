@@ -242,3 +242,34 @@ def test_packing_leaves_less_padding_than_padded_rows():
         for batching in ("packed", "padded")
     ]
     assert shares[0] < 0.02 < shares[1]
+
+
+def test_a_fixed_shape_fills_up_with_empty_rows_and_slots_and_changes_nothing_else():
+    plain, fixed = collate(STORE, [0, 1], PAD), collate(STORE, [[0], [1]], PAD, shape=(4, 6))
+    assert fixed.side == "packed"
+    assert fixed.first == 0
+    for name in ("tokens_BT", "targets_BT", "key_mask_BT", "loss_mask_BT", "segments_BT"):
+        values = getattr(fixed, name)
+        assert values.shape == (4, 6)
+        assert torch.equal(values[:2, :4], getattr(plain, name)), name
+        assert not values[2:].any(), name
+        assert not values[:, 4:].any(), name
+    assert fixed.positions_BT[:2].tolist() == [[0, 1, 2, 3, 0, 0], [0, 1, 0, 0, 0, 0]]
+
+
+def test_offsets_keep_an_example_together_and_reach_all_of_the_room():
+    starts = set()
+    for key in range(200):
+        batch = collate(STORE, [0, 1, 2], PAD, key=key, room=10)
+        for positions, real in zip(batch.positions_BT, batch.key_mask_BT, strict=True):
+            own = positions[real]
+            assert (own.diff() == 1).all()
+            assert own[-1] < 10
+        starts.add(int(batch.positions_BT[0, 0]))
+    assert starts == set(range(7))  # four inputs in ten places
+    again = collate(STORE, [0, 1, 2], PAD, key=199, room=10)
+    assert torch.equal(again.positions_BT, batch.positions_BT)
+
+
+def test_an_example_longer_than_the_room_starts_at_zero():
+    assert collate(STORE, [0, 2], PAD, key=5, room=3).positions_BT[0].tolist() == [0, 1, 2, 3]

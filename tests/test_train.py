@@ -33,6 +33,7 @@ WRONG = {
     "training.tokens=5": "training.tokens=5: expected exactly one",
     "training.batch_tokens=64": "training.batch_tokens=64: expected at least model.context",
     "training.batching=random": "training.batching=random: expected one of",
+    "training.compile=true": "training.compile=true training.batching=bucketed: a graph",
     "evaluation.splits=[tset]": "evaluation.splits=tset: expected one of",
     "data=messages": "data.train=null: give the messages to learn",
     "data.train=absent.jsonl": "data.train=absent.jsonl: no such file",

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wherelm import checkpoint, training
+from wherelm import checkpoint, profiling, training
 from wherelm.batches import TokenStore, collate, cut
 from wherelm.config import run_config
 from wherelm.schemes import SCHEMES
@@ -54,6 +55,12 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def trained_positions(folder):
+    """How many targets were learned in each bin of positions, by its first."""
+    bins = json.loads((folder / "breakdowns.json").read_text())["train"]["position"]
+    return {entry["from"]: entry["targets"] for entry in bins}
+
+
 @pytest.fixture
 def fit(tmp_path):
     def run(name, resume=False, **changes):
@@ -88,6 +95,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     resumed = fit("stopped", resume=True, **changes)
     assert resumed["status"] == "complete"
     assert resumed["batches_hash"] == straight["batches_hash"]
+    assert trained_positions(tmp_path / "stopped") == trained_positions(tmp_path / "straight")
     for name, tensor in weights(tmp_path / "straight").items():
         assert torch.equal(tensor, weights(tmp_path / "stopped")[name]), name
     keys = ("step", "loss", "learning_rate", "targets")
@@ -229,3 +237,64 @@ def test_the_design_folder_of_a_run_is_described(fit, tmp_path):
     assert train["messages"]["read"] == 300
     assert sum(ledger["trained_positions"]) == train["tokens"]["supervised"]
     assert Path(tmp_path / "run" / "curve.png").stat().st_size > 5000
+
+
+def test_every_learned_target_is_counted_at_its_position(fit, tmp_path):
+    summary = fit("run", training={"micro_tokens": 64})
+    counts = trained_positions(tmp_path / "run")
+    assert sum(counts.values()) == summary["targets"]
+    assert counts[0] == 0  # a request stands before every reply
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_random_offsets_train_positions_that_few_messages_reach(fit, tmp_path, batching):
+    plain = fit("plain", training={"batching": batching})
+    offset = fit("offset", training={"batching": batching, "random_offset": True})
+    late, spread = (trained_positions(tmp_path / arm)[48] for arm in ("plain", "offset"))
+    assert spread > 10 * late
+    assert offset["batches_hash"] == plain["batches_hash"]
+
+
+def test_rope_learns_the_same_from_any_offset_and_learned_positions_do_not(fit):
+    def losses(name):
+        arms = [
+            fit(f"{name}-{on}", position={"name": name}, training={"random_offset": on})
+            for on in (False, True)
+        ]
+        return [arm["splits"]["validation"]["loss"] for arm in arms]
+
+    plain, offset = losses("rope")
+    assert offset == pytest.approx(plain, abs=1e-3)
+    plain, offset = losses("learned")
+    assert abs(offset - plain) > 1e-2
+
+
+def test_a_profile_accounts_for_the_time_and_changes_nothing(fit, tmp_path):
+    fit("plain")
+    summary = fit("profiled", training={"profile": True})
+    for name, tensor in weights(tmp_path / "plain").items():
+        assert torch.equal(tensor, weights(tmp_path / "profiled")[name]), name
+    lines = (tmp_path / "profiled" / profiling.TABLE).read_text().splitlines()
+    assert lines[0].split()[:2] == [str(12 - profiling.TRACED[-1]), "steps"]
+    seconds = {line.split()[0]: float(line.split()[1]) for line in lines[1:]}
+    assert list(seconds) == [*profiling.PARTS, profiling.OTHER]
+    assert 0 < sum(seconds.values()) < summary["seconds"]
+    with gzip.open(tmp_path / "profiled" / profiling.TRACE) as file:
+        events = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::mm" in events
+
+
+def test_a_profile_of_fewer_steps_than_it_traces_says_so(fit, tmp_path):
+    fit("run", training={"profile": True, "steps": 3})
+    assert "no step" in (tmp_path / "run" / profiling.TABLE).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal"])
+def test_a_compiled_run_learns_what_an_eager_one_does(fit, tmp_path, position):
+    packed = {"batching": "packed", "micro_tokens": 256}
+    eager = fit("eager", position={"name": position}, training=packed)
+    compiled = fit("compiled", position={"name": position}, training=packed | {"compile": True})
+    assert compiled["batches_hash"] == eager["batches_hash"]
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-3)

@@ -5,6 +5,7 @@ Shapes: E tokens of a whole store, N of them targets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,16 @@ def edges(largest: int) -> np.ndarray:
     """
     powers = 2 ** np.arange(largest.bit_length() + 1)
     return np.unique(np.concatenate(([0], powers, powers * 3 // 2)))
+
+
+def histogram(counts_P: Sequence[int]) -> Bins:
+    """Targets at each position, in the same bins."""
+    starts = edges(len(counts_P))
+    sums = np.add.reduceat(np.array(counts_P), starts[starts < len(counts_P)])
+    return [
+        {"from": int(first), "to": int(after) - 1, "targets": int(count)}
+        for first, after, count in zip(starts, starts[1:], sums, strict=False)
+    ]
 
 
 def _binned(

@@ -22,7 +22,11 @@ from wherelm.tokenizer import TokenizerConfig
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, in which portions and on what; one of steps, epochs and tokens is the length."""
+    """How long, in which portions and on what; one of steps, epochs and tokens is the length.
+
+    `random_offset` lets the positions of an example begin anywhere within the context, `compile`
+    makes one graph of the decoder, `profile` writes where the time went.
+    """
 
     steps: int | None = None
     epochs: float | None = None
@@ -30,10 +34,13 @@ class TrainingConfig:
     batch_tokens: int = 4096
     micro_tokens: int | None = None
     batching: str = "bucketed"
+    random_offset: bool = False
     clip: float | None = 1.0
     precision: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    compile: bool = False
+    profile: bool = False
     show_batch: bool = False
 
     def __post_init__(self):
@@ -47,6 +54,11 @@ class TrainingConfig:
         _expect_option("training.batching", self.batching, BATCHINGS)
         _expect_option("training.precision", self.precision, PRECISIONS)
         _expect_option("training.device", self.device, DEVICES)
+        if self.compile and self.batching != "packed":
+            raise ValueError(
+                f"training.compile=true training.batching={self.batching}: a graph serves one "
+                "shape; give training.batching=packed, whose rows all have it"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,8 @@ class RunConfig:
                 f"training.batch_tokens={self.training.batch_tokens}: expected at least "
                 f"model.context={self.model.context}, so that the longest example fits into a batch"
             )
+        if self.evaluation.splits == ():
+            raise ValueError("evaluation.splits=[]: expected at least one, or null for all")
         for split in self.evaluation.splits or ():
             _expect_option("evaluation.splits", split, ["train", *self.held_out])
 
@@ -241,19 +255,27 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def with_overrides(values: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
     """The mapping with `key=value` pairs applied; ValueError for a key that it does not have."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     config = OmegaConf.create(dict(values))
     for pair in pairs:
         key, equals, _ = pair.partition("=")
-        if not equals:
+        if not (key and equals):
             raise ValueError(f"{pair}: expected key=value")
         parent, _, last = key.rpartition(".")
         group = OmegaConf.select(config, parent) if parent else config
         if not OmegaConf.is_dict(group) or last not in group:
             accepted = list(group) if OmegaConf.is_dict(group) else list(config)
             raise ValueError(unknown_key(key, accepted))
-        config = OmegaConf.merge(config, OmegaConf.from_dotlist([pair]))
-    return OmegaConf.to_container(config, resolve=True)
+        try:
+            config = OmegaConf.merge(config, OmegaConf.from_dotlist([pair]))
+            values = OmegaConf.to_container(config, resolve=True)
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(
+                f"{pair}: cannot be read; expected a value such as 3, a, [a,b] or {{name: value}}"
+            ) from error
+    return dict(values)
 
 
 def project_root() -> Path:

@@ -6,6 +6,8 @@ K head width, V vocabulary, N targets.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,6 +177,13 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
         self.mask_path = ""
+        self.compiled: Callable[..., Tensor] | None = None
+
+    def compile_training(self) -> None:
+        """From now on batches are read by a compiled graph while training: one for each shape."""
+        # Rotations are complex products, which the compiler leaves to torch: no loss to speak of.
+        warnings.filterwarnings("ignore", "Torchinductor does not support code gen", UserWarning)
+        self.compiled = torch.compile(self.hidden, dynamic=False)
 
     def hidden(
         self,
@@ -229,7 +238,8 @@ class Decoder(nn.Module):
 
     def read(self, batch: Batch, first: int = 0) -> Tensor:
         """`hidden` of a whole batch."""
-        return self.hidden(
+        hidden = self.compiled if self.training and self.compiled is not None else self.hidden
+        return hidden(
             batch.tokens_BT,
             batch.positions_BT,
             batch.key_mask_BT,

@@ -9,10 +9,12 @@ import math
 import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -24,6 +26,7 @@ from wherelm.evaluate import Scores, measures, score, table
 from wherelm.generate import write_samples
 from wherelm.model import Decoder, initialize, next_token_loss
 from wherelm.optim import Optimizer
+from wherelm.profiling import TABLE, Profile
 from wherelm.seeds import named_seed
 from wherelm.tracking import METRICS, Tracker, draw_curve
 
@@ -34,7 +37,10 @@ SUMMARY = "summary.json"
 
 @dataclass
 class State:
-    """Where a run stands; beside weights and optimiser all that resuming needs."""
+    """Where a run stands; beside weights and optimiser all that resuming needs.
+
+    `positions` counts the targets that were learned at each position.
+    """
 
     step: int = 0
     targets: int = 0
@@ -44,6 +50,7 @@ class State:
     batches_hash: str = ""
     share: float = 0.0
     validation_loss: float = math.inf
+    positions: list[int] = field(default_factory=list)
 
 
 def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
@@ -56,6 +63,8 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     precision = runtime.choose_precision(config.training.precision, device)
     autocast = runtime.autocast(precision, device)
     runtime.reset_peak_memory(device)
+    if config.training.compile:
+        runtime.expect_compiler(device)
     last = checkpoint.last(folder) if resume else None
     state = State(**checkpoint.load_state(last)) if last else State()
 
@@ -66,6 +75,8 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     if last:
         checkpoint.load_weights(model, last)
     model.to(device).train()
+    if config.training.compile:
+        model.compile_training()
     optimizer = Optimizer(model, config.optimizer, config.schedule)
     if last:
         optimizer.load_state(checkpoint.load_optimizer(last))
@@ -85,24 +96,28 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     model.scheme.progress(share)
     before = state.seconds
     tracker = Tracker(folder, config, state.step if last else None)
+    profile = Profile(config.training.profile, model, folder)
     with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
         for rows in sampler:
             step_started = time.perf_counter()
             micro_batches = collated(data, config, sampler, rows)
             targets = sum(batch.targets for batch in micro_batches)
+            profile.mark("data")
             done = share_done(config, state.step + 1, state.targets + targets, sampler)
-            loss = accumulate(model, micro_batches, config, state.step, autocast)
+            loss = accumulate(model, micro_batches, config, state.step, autocast, profile.mark)
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss is {loss} at step {state.step + 1}: lower optimizer.learning_rate, "
                     "or lengthen schedule.warmup"
                 )
             norm = optimizer.step((share + done) / 2, config.training.clip)
+            profile.mark("optimizer")
             share = state.share = done
             model.scheme.progress(share)
             state.step, state.targets = state.step + 1, state.targets + targets
             state.epoch, state.position = sampler.epoch, sampler.position
             state.batches_hash = chained_hash(state.batches_hash, rows)
+            state.positions = counted(state.positions, micro_batches, model)
             state.seconds = before + time.perf_counter() - started
             step_seconds = time.perf_counter() - step_started
             rate = targets / step_seconds
@@ -123,17 +138,25 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
                 log.info("%s", batch_text(micro_batches[0], data.tokenizer))
             if state.step == 1:
                 log.info("first step after %.1f s; attention: %s", state.seconds, model.mask_path)
+                if config.training.compile:
+                    log.info("of them %.1f s to compile and to make this step", step_seconds)
             ended = share >= 1 or bool(stop)
             if ended or state.step % config.evaluation.every == 0:
+                profile.mark("other")
                 scores = watch(model, data, config, state, tracker, autocast)
+                profile.mark("evaluation")
                 save(folder, model, data, config, state, optimizer)
+                profile.mark("saving")
+            profile.step()
             if ended:
                 break
+    if config.training.profile:
+        log.info("\n%s\ntable and trace: %s", profile.close(), folder / TABLE)
     if share < 1:
         tracker.close()
         return summarize(folder, state, "interrupted", exit_code=stop.exit_code)
 
-    found = measure(model, data, config, scores, root, folder, autocast)
+    found = measure(model, data, config, state, scores, root, folder, autocast)
     for split, figures in found["splits"].items():
         tracker.write(step=state.step, split=split, final=True, **figures)
     watched = data.stores["validation"]
@@ -167,22 +190,30 @@ def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> 
 
 
 def collated(data: pipeline.Data, config: RunConfig, sampler: Sampler, rows: Rows) -> list[Batch]:
-    """The micro-batches of one step."""
-    budget = config.training.micro_tokens or config.training.batch_tokens
+    """The micro-batches of one step; for a compiled graph all of one shape."""
+    settings, context = config.training, config.model.context
+    budget = settings.micro_tokens or settings.batch_tokens
+    shape = (max(1, budget // context), context) if settings.compile else None
+    room = context if settings.random_offset else 0
     key = named_seed(config.seed, "positions", sampler.epoch)
     return [
-        collate(data.stores["train"], part, data.tokenizer.pad, key=key)
+        collate(data.stores["train"], part, data.tokenizer.pad, key=key, shape=shape, room=room)
         for part in sampler.micro_batches(rows, budget)
     ]
 
 
 def accumulate(
-    model: Decoder, micro_batches: list[Batch], config: RunConfig, step: int, autocast: Any
+    model: Decoder,
+    micro_batches: list[Batch],
+    config: RunConfig,
+    step: int,
+    autocast: Any,
+    mark: Callable[[str], None] = lambda part: None,
 ) -> float:
     """Adds the gradient of the batch's mean loss, micro-batch after micro-batch; returns the loss.
 
     Each micro-batch gives a sum, divided by the number of targets in the whole batch, so that the
-    gradient does not depend on how the batch was cut.
+    gradient does not depend on how the batch was cut. `mark` is told what has just been done.
     """
     device = model.embedding.weight.device
     targets = sum(batch.targets for batch in micro_batches)
@@ -193,9 +224,24 @@ def accumulate(
             torch.manual_seed(named_seed(config.seed, "dropout", step, number))
         with autocast:
             loss = next_token_loss(model, batch.to(device))
+        mark("head")
         (loss / targets).backward()
+        mark("backward")
         total += loss.detach()
     return float(total) / targets
+
+
+def counted(former: list[int], micro_batches: list[Batch], model: Decoder) -> list[int]:
+    """The targets learned so far at each position, as the scheme numbers them, from 0."""
+    places = [
+        model.scheme.place(batch.positions_BT, batch.keys_BT, 0)
+        .expand_as(batch.loss_mask_BT)[batch.loss_mask_BT]
+        .long()
+        for batch in micro_batches
+    ]
+    counts_P = np.bincount(torch.cat(places).numpy(), minlength=len(former))
+    counts_P[: len(former)] += np.array(former, dtype=np.int64)
+    return counts_P.tolist()
 
 
 def watch(
@@ -228,6 +274,7 @@ def measure(
     model: Decoder,
     data: pipeline.Data,
     config: RunConfig,
+    state: State,
     watched: Scores,
     root: Path,
     folder: Path,
@@ -235,10 +282,11 @@ def measure(
 ) -> dict[str, Any]:
     """The final figures of every split, and beyond the trained context where that is asked for.
 
-    Breakdowns and the scores of every example are written into the run folder.
+    Breakdowns and the scores of every example are written into the run folder, and beside the
+    breakdowns, as those of `train`, how often each position was learned.
     """
     budget = config.evaluation.batch_tokens
-    figures, parts = {}, {}
+    figures, parts = {}, {"train": {"position": breakdowns.histogram(state.positions)}}
     for split in config.final_splits:
         store = data.stores[split]
         if split == "validation":  # whose last evaluation was of these weights
@@ -332,5 +380,6 @@ def describe(
 def summarize(folder: Path, state: State, status: str, **more: Any) -> dict[str, Any]:
     """What a program would read: written to summary.json and returned."""
     summary = {"status": status, **asdict(state), **more}
+    del summary["positions"]  # long, and in the breakdowns
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return summary
