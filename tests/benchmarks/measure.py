@@ -1,6 +1,6 @@
 """What all benchmarks share: opponents that take turns, disturbed rounds left out, medians.
 
-Everything is measured in one process, A B A B …, so that a machine that slows down slows all. The
+Everything is measured in one run, A B A B …, so that a machine that slows down slows all. The
 kernel's count of busy processor time, less that of this process and its children, is what others
 took meanwhile: a round in which they took more than DISTURBED of the machine is left out and run
 again.
@@ -50,26 +50,40 @@ def own_seconds() -> float:
 
 @dataclass(frozen=True)
 class Lap:
-    """One call: its wall seconds, and the share of the machine that others used meanwhile."""
+    """One call: its wall seconds (a unit), and the share of the machine that others used."""
 
     seconds: float
     others: float
 
 
-def lap(work: Work) -> Lap:
-    """Runs `work` once, until the device is done.
+class Watch:
+    """Runs from its making on."""
 
-    It should take half a second or more: the kernel counts in hundredths.
+    def __init__(self):
+        self.busy, self.own, self.started = busy_seconds(), own_seconds(), time.perf_counter()
+
+    def lap(self, units: int = 1) -> Lap:
+        """The time so far for one of so many units."""
+        seconds = time.perf_counter() - self.started
+        if self.busy is None:
+            return Lap(seconds / units, 0.0)
+        others = busy_seconds() - self.busy - (own_seconds() - self.own)
+        return Lap(seconds / units, max(0.0, others) / (seconds * os.cpu_count()))
+
+
+def lap(work: Work) -> Lap:
+    """Runs `work` once, until the device is done; where it returns a number, seconds are for one.
+
+    It should take half a second or more: the kernel counts in hundredths. Work that times itself,
+    in a process of its own, returns the lap.
     """
-    busy, own, started = busy_seconds(), own_seconds(), time.perf_counter()
-    work()
+    watch = Watch()
+    result = work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    if busy is None:
-        return Lap(seconds, 0.0)
-    others = busy_seconds() - busy - (own_seconds() - own)
-    return Lap(seconds, max(0.0, others) / (seconds * os.cpu_count()))
+    return (
+        result if isinstance(result, Lap) else watch.lap(result if isinstance(result, int) else 1)
+    )
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tests.benchmarks.measure import ROOT, Lap, circumstances, lap, spread, write
+from tests.benchmarks.measure import DISTURBED, ROOT, TRIES, Lap, circumstances, lap, spread, write
 
 TEXT = ROOT.parent / "shared" / "corpora" / "tinyshakespeare.txt"
 RECIPE, OURS = "the recipe", "`experiment=shakespeare_characters`"
-LONGER = ["model.context=256", "training.batch_tokens=1536", "training.steps=1250"]
+LONGER = ["model.context=256", "training.batch_tokens=1536", "training.steps=1400"]
 OURS_LONGER = f"the same, `{' '.join(LONGER)}`"
 
 LAYERS, HEADS, WIDTH, CONTEXT = 4, 4, 128, 64
@@ -174,10 +174,15 @@ JOBS = {
 
 
 def timed(job: Job, text: Path, seed: int) -> tuple[Lap, Figures]:
-    """A job in a folder of its own: how long it took, and what it found."""
-    figures: Figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        return lap(lambda: figures.update(job(text, seed, Path(folder)))), figures
+    """A job in a folder of its own: how long it took, and what it found.
+
+    A run that others disturbed is repeated, TRIES times at most; the least disturbed one counts.
+    """
+    laps, figures = [], Figures()
+    while not laps or (laps[-1].others > DISTURBED and len(laps) < TRIES):
+        with tempfile.TemporaryDirectory() as folder:
+            laps.append(lap(lambda f=folder: figures.update(job(text, seed, Path(f)))))
+    return min(laps, key=lambda lap: lap.others), figures
 
 
 def measure(text: Path, seeds: int) -> str:
@@ -216,7 +221,7 @@ def measure(text: Path, seeds: int) -> str:
         f"{FINAL:g} by a cosine, float32.",
         "",
         f"{circumstances('recipe', torch.device('cpu'))} "
-        f"Others took at most {disturbed:.0%} of the machine during a run.",
+        f"Others took at most {disturbed:.0%} of the machine during a run that counts.",
         "",
     ]
     return "\n".join(lines)
