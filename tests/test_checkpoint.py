@@ -1,4 +1,6 @@
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +128,70 @@ def test_a_missing_file_is_named(tmp_path):
     (place / "state.json").unlink()
     with pytest.raises(ValueError, match=r"state\.json is missing"):
         checkpoint.load(place)
+
+
+def test_rereading_gives_the_same_weights_another_rotary_extension(tmp_path):
+    place, model = saved(tmp_path, scheme="rope")
+    loaded = checkpoint.load(place)
+    again = checkpoint.reread(loaded, ["position.scaling=yarn", "position.factor=4"])
+    for (name, p), (other, q) in zip(
+        model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(p, q)
+    position = replace(loaded.config.position, scaling="yarn", factor=4.0)
+    assert again.config == replace(loaded.config, position=position)
+    expected = checkpoint.build_model(again.config, loaded.tokenizer.vocab_size).eval()
+    expected.load_state_dict(model.state_dict())
+    tokens, positions = torch.randint(0, 200, (2, 40)), torch.arange(40)[None]
+    logits = again.model(tokens, positions)
+    assert torch.equal(logits, expected(tokens, positions))
+    assert (logits - loaded.model(tokens, positions)).abs().max() > 1e-2
+
+
+def test_rereading_without_overrides_changes_nothing(tmp_path):
+    loaded = checkpoint.load(saved(tmp_path, scheme="rope")[0])
+    again = checkpoint.reread(loaded, [])
+    tokens, positions = torch.randint(0, 200, (2, 9)), torch.arange(9)[None]
+    assert torch.equal(again.model(tokens, positions), loaded.model(tokens, positions))
+    assert again.config == loaded.config
+
+
+def test_a_longer_context_cuts_the_data_and_leaves_the_trained_one_to_the_scheme(tmp_path):
+    pairs = ["position.scaling=yarn", "position.factor=2"]
+    loaded = checkpoint.reread(checkpoint.load(saved(tmp_path, scheme="rope")[0]), pairs)
+    longer = checkpoint.reread(loaded, ["model.context=64"])
+    assert longer.config.model.context == 64
+    assert longer.model.config.context == 16
+    assert torch.equal(longer.model.scheme.frequencies_P, loaded.model.scheme.frequencies_P)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["model.layers=3"], "model.layers=3: the checkpoint was trained with 2; expected another"),
+        (["model.heads=4"], "model.heads=4: the checkpoint was trained with 2"),
+        (["model.norm=layernorm"], "model.norm=layernorm: the checkpoint was trained with rmsnorm"),
+        (["position=none"], "position=none: the checkpoint was trained with rope; expected settin"),
+        (["position.name=alibi"], "position=alibi: the checkpoint was trained with rope; expected"),
+        (["position.bas=3"], "position.bas: no such key; did you mean position.base?"),
+        (["nosuch=3"], "nosuch: no such key"),
+        (["evaluation.splits=[tset]"], "evaluation.splits=tset: expected one of train, validation"),
+    ],
+)
+def test_what_the_weights_were_not_made_for_is_one_line(tmp_path, pairs, message):
+    loaded = checkpoint.load(saved(tmp_path, scheme="rope")[0])
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        checkpoint.reread(loaded, pairs)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_would_add_parameters_are_refused(tmp_path):
+    loaded = checkpoint.load(saved(tmp_path, scheme="fire")[0])
+    with pytest.raises(
+        ValueError, match=r", 32\) .*, 16\) .*: expected settings that add no param"
+    ):
+        checkpoint.reread(loaded, ["position.inner=16"])
 
 
 def test_a_strangers_configuration_runs_no_code(tmp_path):

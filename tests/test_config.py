@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import hydra
@@ -77,8 +78,21 @@ def test_overrides_without_hydra_type_like_those_with_it():
     assert run_config(changed).training.steps == 7
     with pytest.raises(ValueError, match=r"model\.widht: no such key; did you mean model\.width"):
         with_overrides(values, ["model.widht=3"])
-    with pytest.raises(ValueError, match=r"expected key=value"):
-        with_overrides(values, ["model"])
+    for pair in ("model", "=3"):
+        with pytest.raises(ValueError, match=r"expected key=value"):
+            with_overrides(values, [pair])
+    for pair in ("data.extra={", "seed=${", "seed=${absent}"):
+        expected = re.escape(f"{pair}: cannot be read; expected a value such as")
+        with pytest.raises(ValueError, match=expected) as caught:
+            with_overrides(values, [pair])
+        assert "\n" not in str(caught.value)
+
+
+def test_no_split_at_all_is_refused():
+    with pytest.raises(
+        ValueError, match=r"evaluation\.splits=\[\]: expected at least one, or null"
+    ):
+        run_config(composed("evaluation.splits=[]"))
 
 
 def test_whole_numbers_serve_as_numbers_but_not_the_other_way_round():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import random_decoder
 
 from wherelm.batches import TokenStore, collate
+from wherelm.config import project_root
 from wherelm.evaluate import evaluate, exact_matches, main, measures, replies, score
 from wherelm.generate import Sampling, generate
 
@@ -136,12 +137,71 @@ def test_the_command_names_what_is_no_run(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_measures_the_shipped_checkpoint(capsys):
-    from wherelm.config import project_root
+SHIPPED = project_root() / "data" / "pretrained" / "errands"
+needs_shipped = pytest.mark.skipif(not SHIPPED.is_dir(), reason="no shipped checkpoint here")
 
-    shipped = project_root() / "data" / "pretrained" / "errands"
-    if not shipped.is_dir():
-        pytest.skip("no shipped checkpoint here")
-    assert main([str(shipped), "evaluation.splits=[validation]", "--json"]) == 0
+
+@needs_shipped
+def test_the_command_measures_the_shipped_checkpoint(capsys):
+    assert main([str(SHIPPED), "evaluation.splits=[validation]", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["splits"]["validation"]
     assert figures["exact_match"] > 0.85
+
+
+@pytest.fixture
+def few(tmp_path):
+    """The override that validates on the first requests of errands alone."""
+    lines = (project_root() / "data/errands/validation.jsonl").read_text("utf-8").splitlines()
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(lines[:40]), "utf-8")
+    return [f"data.validation={path}", "evaluation.splits=[validation]"]
+
+
+@needs_shipped
+def test_the_command_gives_all_that_is_asked_for_of_every_checkpoint(capsys, few):
+    asked = ["--breakdowns", "--shuffled-prefix", "--extrapolation"]
+    assert main([str(SHIPPED), str(SHIPPED), *few, *asked, "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == second
+    kinds = ["checkpoint", "splits", "breakdowns", "shuffled_prefix", "extrapolation"]
+    assert list(first) == kinds
+    whole = first["splits"]["validation"]
+    assert first["shuffled_prefix"]["validation"]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert first["shuffled_prefix"]["validation"]["change"] > 0.1
+    groups = first["breakdowns"]["validation"]["group"]
+    assert [entry["group"] for entry in groups] == ["2", "3", "4"]
+    assert sum(entry["replies"] for entry in groups) == whole["replies"] == 40
+
+    assert main([str(SHIPPED), *few, *asked]) == 0
+    out, err = capsys.readouterr()
+    assert "validation by group" in out
+    assert "beyond the trained context: not measured; it needs a text of 129 tokens" in out
+    assert err == ""
+
+
+@needs_shipped
+def test_the_command_reads_a_checkpoint_with_another_rotary_extension(capsys, few):
+    losses = []
+    for pairs in ([], ["position.scaling=yarn", "position.factor=4"]):
+        assert main([str(SHIPPED), *few, *pairs, "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["splits"]["validation"]["loss"])
+    assert losses[1] > losses[0] + 1e-3
+    assert main([str(SHIPPED), *few, "position.scaling=yarn"]) == 0
+    expected = "warning: position.scaling=yarn changes nothing with position.factor=1\n"
+    assert capsys.readouterr().err == expected
+
+
+@needs_shipped
+@pytest.mark.parametrize("pair", ["model.layers=3", "position=none", "nosuch=1", "data.extra={"])
+def test_the_command_answers_a_wrong_override_with_one_line(capsys, pair):
+    assert main([str(SHIPPED), pair]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {pair.partition('=')[0]}")
+    assert err.count("\n") == 1
+
+
+@needs_shipped
+def test_without_a_folder_the_command_takes_one_and_says_which(capsys, few):
+    assert main(few) == 0
+    assert ", step " in capsys.readouterr().out.splitlines()[0]

@@ -106,8 +106,7 @@ def test_fixed_targets_are_the_same_tokens_after_more_and_more_of_their_text(mod
 def test_the_three_protocols_are_told_apart():
     """Where they must differ they do, so the equalities above are not vacuous."""
     found = measured(random_decoder(), STORE)
-    at = {name: found[name]["2"]["loss"] for name in found}
-    assert len({round(loss, 4) for loss in at.values()}) == 3
+    assert len({round(entries["1"]["loss"], 3) for entries in found.values()}) == 3
     # A window as long as a stretch has nowhere to slide to.
     assert found["sliding"]["8"]["loss"] == pytest.approx(found["windows"]["8"]["loss"], abs=1e-6)
     for entries in found.values():

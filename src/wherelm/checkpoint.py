@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wherelm.config import RunConfig, load_yaml, plain, run_config, save_yaml
+from wherelm.config import RunConfig, load_yaml, plain, run_config, save_yaml, with_overrides
 from wherelm.model import Decoder
 from wherelm.schemes import SCHEMES
 from wherelm.tokenizer import Tokenizer
@@ -77,43 +77,55 @@ def load(folder: Path) -> Loaded:
     return Loaded(model.eval(), tokenizer, config, state)
 
 
-def reread(loaded: Loaded, config: RunConfig) -> Loaded:
-    """The same weights in the decoder of another configuration, trained context included.
+def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
+    """The same weights under `key=value` overrides, such as a rotary extension, at no training.
 
-    So a rotary extension is tried at no training. ValueError where the parameters differ.
+    Of the model its window may change, and `model.context` cuts the data alone: to the scheme the
+    trained context stays what it was. ValueError for what the weights were not made for.
     """
-    shape = replace(config.model, context=loaded.config.model.context)
-    if (shape, config.position) == (loaded.config.model, loaded.config.position):
-        return replace(loaded, config=config)
-    model = build_model(replace(config, model=shape), loaded.tokenizer.vocab_size)
-    weights = dict(loaded.model.named_parameters())
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {name: tuple(p.shape) for name, p in weights.items()}
-    if expected != found:
-        wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+    before = plain(loaded.config)
+    values = with_overrides(before, pairs)
+    name, position = before["position"]["name"], values["position"]
+    if not isinstance(position, Mapping) or position.get("name") != name:
+        other = position["name"] if isinstance(position, Mapping) else position
         raise ValueError(
-            f"{wrong} is {found.get(wrong, 'missing')} in the checkpoint and would be "
-            f"{expected.get(wrong, 'absent')}: only settings without parameters can be overridden"
+            f"position={other}: the checkpoint was trained with {name}; expected settings of that, "
+            "position.KEY=VALUE"
         )
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
+    config = run_config(values)
+    for key, value in before["model"].items():
+        if values["model"][key] != value and key not in ("context", "window"):
+            raise ValueError(
+                f"model.{key}={values['model'][key]}: the checkpoint was trained with {value}; "
+                "expected another context or window, or nothing of the model"
+            )
+    shape = replace(config.model, context=loaded.config.model.context)
+    model = build_model(replace(config, model=shape), loaded.tokenizer.vocab_size)
+    fix = "expected settings that add no parameters"
+    _fill(model, dict(loaded.model.named_parameters()), f"position={name}", fix)
     model.scheme.progress(loaded.state["share"])
     return replace(loaded, model=model.eval(), config=config)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
+    place = folder / WEIGHTS
     try:
-        weights = load_file(folder / WEIGHTS)
+        weights = load_file(place)
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS}: damaged ({error}); take another copy") from error
+        raise ValueError(f"{place}: damaged ({error}); take another copy") from error
+    _fill(model, weights, str(place), "take both from one checkpoint")
+
+
+def _fill(model: Decoder, weights: Mapping[str, Tensor], place: str, fix: str) -> None:
+    """Copies the weights into the model; ValueError, with the fix, where names or shapes differ."""
     parameters = dict(model.named_parameters())
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if expected != found:
         wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise ValueError(
-            f"{folder / WEIGHTS}: {wrong} is {found.get(wrong, 'missing')} and the configuration "
-            f"beside it makes it {expected.get(wrong, 'absent')}: take both from one checkpoint"
+            f"{place}: {wrong} is {found.get(wrong, 'missing')} in the checkpoint and "
+            f"{expected.get(wrong, 'absent')} by its configuration: {fix}"
         )
     for name, parameter in parameters.items():
         parameter.data.copy_(weights[name])

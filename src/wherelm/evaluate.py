@@ -21,11 +21,11 @@ import torch.nn.functional as F
 
 from wherelm.batches import TokenStore, collate, cut
 from wherelm.model import Decoder, learned_logits
+from wherelm.probes import ArgumentParser
 from wherelm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from wherelm.checkpoint import Loaded
-    from wherelm.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,21 @@ def _cell(column: str, value: float | int | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m wherelm.evaluate",
         description="Measures checkpoints on splits: loss, bits per byte, exact match of replies.",
         epilog="examples: python -m wherelm.evaluate runs/errands/… evaluation.splits=[test,longer]"
         "; … position.scaling=yarn position.factor=4 reads the same weights with another rotary "
-        "extension, --extrapolation beyond the trained context. What heads do: python -m "
-        "wherelm.probes RUN.",
+        "extension; … model.context=512 reads texts up to that length, whatever was trained. What "
+        "heads do: python -m wherelm.probes RUN.",
     )
-    parser.add_argument("run", nargs="+", help="run or checkpoint folders, and key=value overrides")
+    parser.add_argument(
+        "run",
+        nargs="*",
+        metavar="RUN | key=value",
+        help="run or checkpoint folders (default: the newest run, else the shipped checkpoint), "
+        "and overrides",
+    )
     parser.add_argument(
         "--breakdowns",
         action="store_true",
@@ -177,33 +183,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     from wherelm import checkpoint
-    from wherelm.config import plain, project_root, run_config, with_overrides
+    from wherelm.config import project_root
 
+    root = project_root()
     pairs = [word for word in options.run if "=" in word]
     try:
-        for path in (word for word in options.run if "=" not in word):
-            loaded = checkpoint.load(checkpoint.find(Path(path), project_root()))
-            config = run_config(with_overrides(plain(loaded.config), pairs))
-            found = _measured(checkpoint.reread(loaded, config), config, project_root(), options)
+        for path in [word for word in options.run if "=" not in word] or [None]:
+            folder = checkpoint.find(path, root)
+            trained = checkpoint.load(folder)
+            loaded = checkpoint.reread(trained, pairs)
+            for line in loaded.model.scheme.warnings():
+                if line not in trained.model.scheme.warnings():
+                    print(f"warning: {line}", file=sys.stderr)
+            found = _measured(loaded, root, options)
             if options.json:
-                print(json.dumps({"checkpoint": path} | found))
+                print(json.dumps({"checkpoint": str(path or folder)} | found))
             else:
-                print(f"{path}, step {loaded.state['step']}\n{_shown(found)}")
+                print(f"{path or folder}, step {loaded.state['step']}\n{_shown(found)}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _measured(
-    loaded: Loaded, config: RunConfig, root: Path, options: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def _measured(loaded: Loaded, root: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """All that is asked for, each under its name in the JSON, and split by split within."""
     from wherelm import pipeline
     from wherelm.breakdowns import breakdowns
     from wherelm.extrapolation import beyond_context
     from wherelm.shuffled_prefix import shuffled_prefix
 
+    config = loaded.config
     model, tokenizer, budget = loaded.model, loaded.tokenizer, config.evaluation.batch_tokens
     splits = config.final_splits
     data = pipeline.prepare(config, root, splits, tokenizer)

@@ -180,6 +180,13 @@ def beyond_context(
 
 def table(result: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Loss by protocol and multiple of the trained context as aligned text, and what is missing."""
+    found = [entry for entries in result.values() for entry in entries.values()]
+    if all(entry["loss"] is None for entry in found):
+        return (
+            f"beyond the trained context: not measured; it {found[0]['reason']}. For such "
+            "messages see the breakdowns by length and position of a split of longer ones "
+            "(data.extra), which model.context=N reads whole."
+        )
     factors = list(next(iter(result.values())))
     lines = [f"{'loss at':16}" + "".join(f"{f'{factor} x':>10}" for factor in factors)]
     reasons: dict[str, list[str]] = {}
