@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from wherelm.schemes import SCHEMES
@@ -100,6 +101,30 @@ def test_the_main_job_writes_the_whole_run_folder(finished):
     assert training[-1]["loss"] < training[0]["loss"] / 2
     assert "exact match" in result.stdout
     assert "Traceback" not in result.stderr
+
+
+def test_the_parts_that_a_run_writes_add_up_to_its_summary(finished):
+    folder, _ = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = json.loads((folder / "breakdowns.json").read_text())
+    assert set(parts) == {"train", *SPLITS}
+    learned = sum(entry["targets"] for entry in parts["train"]["position"])
+    assert learned == summary["targets"]
+    for split, figures in summary["splits"].items():
+        kept = np.load(folder / f"scores-{split}.npz")
+        assert kept["targets"].sum() == figures["targets"]
+        assert kept["replies"].sum() == figures["replies"] == len(kept["nats"])
+        loss = kept["nats"].sum(dtype=float) / kept["targets"].sum()
+        assert loss == pytest.approx(figures["loss"], abs=1e-6)
+        assert kept["exact"].sum() / kept["replies"].sum() == figures["exact_match"]
+        assert set(parts[split]) == {"position", "length", "turn", "group"}
+        for entries in parts[split].values():
+            assert sum(entry["targets"] for entry in entries) == figures["targets"]
+            nats = sum(entry["targets"] * entry["loss"] for entry in entries)
+            assert nats / figures["targets"] == pytest.approx(figures["loss"])
+    groups = {split: [entry["group"] for entry in parts[split]["group"]] for split in SPLITS}
+    assert groups["longer"] == ["5", "6", "7", "8"]
+    assert groups["padded_out"] == groups["validation"] == ["2", "3", "4"]
 
 
 def test_a_checkpoint_folder_alone_is_enough_to_sample_from(finished, tmp_path):
