@@ -160,7 +160,7 @@ def few(tmp_path):
 @needs_shipped
 def test_the_command_gives_all_that_is_asked_for_of_every_checkpoint(capsys, few):
     asked = ["--breakdowns", "--shuffled-prefix", "--extrapolation"]
-    assert main([str(SHIPPED), str(SHIPPED), *few, *asked, "--json"]) == 0
+    assert main([str(SHIPPED), *asked, str(SHIPPED), "--json", *few]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == second
     kinds = ["checkpoint", "splits", "breakdowns", "shuffled_prefix", "extrapolation"]

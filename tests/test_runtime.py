@@ -1,5 +1,6 @@
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from wherelm.runtime import (
     choose_device,
     choose_precision,
     keep_freed_memory,
+    peak_memory_mb,
+    reset_peak_memory,
     stop_on_signals,
 )
 
@@ -54,3 +57,20 @@ def test_the_first_signal_is_noted_and_handlers_come_back(number, code):
         assert stop.exit_code == code
         assert signal.getsignal(number) is former
     assert signal.getsignal(number) is former
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak to reset here")
+def test_the_peak_of_memory_is_that_of_the_present_job_alone():
+    cpu, mb = torch.device("cpu"), 2**20 // 4
+
+    def peak_with(size_mb):
+        reset_peak_memory(cpu)
+        before = peak_memory_mb(cpu)
+        held = torch.ones(size_mb * mb)
+        peak = peak_memory_mb(cpu)
+        del held
+        assert peak_memory_mb(cpu) == peak
+        return peak - before
+
+    assert peak_with(200) == pytest.approx(200, abs=10)
+    assert peak_with(100) == pytest.approx(100, abs=10)

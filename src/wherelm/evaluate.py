@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the validation loss at 1 to 8 times the trained context, measured in three ways",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     from wherelm import checkpoint
     from wherelm.config import project_root
