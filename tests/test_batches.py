@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from wherelm.batches import (
+    MIX,
     POOL,
     Sampler,
     TokenStore,
@@ -68,15 +69,35 @@ def test_cut_stays_within_the_budget_and_keeps_the_order():
 @pytest.mark.parametrize("batching", ["bucketed", "padded"])
 def test_an_epoch_holds_every_example_once(batching):
     store = many()
-    batches = Sampler(store.lengths, 2048, batching, seed=1).batches_of(0)
+    sampler = Sampler(store.lengths, 2048, batching, seed=1)
+    batches = sampler.batches_of(0)
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(store)))
-    assert all(len(b) * store.lengths[b].max() <= 2048 for b in batches)
+    for batch in batches:
+        slots = [len(b) * store.lengths[b].max() for b in sampler.micro_batches(batch, 2048)]
+        assert sum(slots) <= 2048
+        assert batching == "padded" or max(slots) <= 2048 // MIX
+
+
+def test_a_bucketed_batch_holds_short_and_long_examples():
+    """Else every step would learn one length, which costs a per cent or more of the loss."""
+    store = many(4 * POOL)
+    batches = Sampler(store.lengths, 4096, "bucketed", 1).batches_of(0)
+    ratios = [store.lengths[b].max() / store.lengths[b].min() for b in batches]
+    assert np.median(ratios) > 3
+
+
+def test_examples_longer_than_a_portion_stand_alone_and_keep_to_the_budget():
+    lengths = np.array([900, 700, 600, 40, 30, 20] * 20)
+    sampler = Sampler(lengths, 1024, "bucketed", seed=1)
+    for batch in sampler.batches_of(0):
+        parts = sampler.micro_batches(batch, 1024)
+        assert sum(len(part) * lengths[part].max() for part in parts) <= 1024
 
 
 def test_bucketing_leaves_little_padding():
     store = many(4 * POOL)
     shares = {
-        batching: padding_ledger(store, Sampler(store.lengths, 4096, batching, 1).batches_of(0))
+        batching: padding_ledger(store, Sampler(store.lengths, 4096, batching, 1))
         for batching in ("bucketed", "padded")
     }
     assert shares["bucketed"]["padding_share"] < 0.05 < shares["padded"]["padding_share"]
@@ -225,10 +246,11 @@ def test_micro_batches_are_the_batch_in_portions_of_the_budget(batching):
 @pytest.mark.parametrize("batching", ["bucketed", "padded", "packed"])
 def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching):
     store = many(2000)
-    batches = Sampler(store.lengths, 2048, batching, seed=1, capacity=128).batches_of(0)
-    masks = [collate(store, rows, PAD).key_mask_BT for rows in batches]
+    sampler = Sampler(store.lengths, 2048, batching, seed=1, capacity=128)
+    parts = [p for rows in sampler.batches_of(0) for p in sampler.micro_batches(rows, 2048)]
+    masks = [collate(store, rows, PAD).key_mask_BT for rows in parts]
     empty = sum(int((~mask).sum()) for mask in masks)
-    ledger = padding_ledger(store, batches)
+    ledger = padding_ledger(store, sampler)
     assert ledger["padding"] == empty
     assert ledger["padding_share"] == round(empty / sum(mask.numel() for mask in masks), 4)
 
@@ -236,9 +258,9 @@ def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching):
 def test_packing_leaves_less_padding_than_padded_rows():
     store = many(2000)
     shares = [
-        padding_ledger(
-            store, Sampler(store.lengths, 2048, batching, 1, capacity=128).batches_of(0)
-        )["padding_share"]
+        padding_ledger(store, Sampler(store.lengths, 2048, batching, 1, capacity=128))[
+            "padding_share"
+        ]
         for batching in ("packed", "padded")
     ]
     assert shares[0] < 0.02 < shares[1]

@@ -69,7 +69,7 @@ def test_the_peak_of_memory_is_that_of_the_present_job_alone():
         held = torch.ones(size_mb * mb)
         peak = peak_memory_mb(cpu)
         del held
-        assert peak_memory_mb(cpu) == peak
+        assert peak_memory_mb(cpu) == pytest.approx(peak, abs=2)  # the kernel counts in batches
         return peak - before
 
     assert peak_with(200) == pytest.approx(200, abs=10)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BATCHINGS = ("bucketed", "padded", "packed")
 POOL = 8192  # examples sorted by length together: little padding left, and still a random order
+MIX = 4  # portions of one length each that a bucketed batch is made of
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,10 @@ def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[np.ndarr
 class Sampler:
     """Batches of rows, epoch after epoch, in an order that (seed, epoch) determines.
 
-    `bucketed` shuffles, sorts by length within pools, cuts to the token budget and shuffles the
-    batches; `padded` leaves the sorting out; `packed` fills rows of `capacity` slots with examples
-    of a pool. The whole state is (seed, epoch, position).
+    `bucketed` shuffles, sorts by length within pools, cuts into portions, shuffles these and joins
+    MIX of them to a batch, which then holds short and long examples as any batch should; `padded`
+    leaves the sorting out; `packed` fills rows of `capacity` slots with examples of a pool.
+    The whole state is (seed, epoch, position).
     """
 
     lengths: np.ndarray
@@ -264,11 +266,21 @@ class Sampler:
         if self.batching == "packed":
             rows = [row for pool in pools for row in pack(self.lengths, pool, self.capacity)]
             return self._portions([rows[i] for i in generator.permutation(len(rows))], self.budget)
-        batches = []
+        portions = []
         for pool in pools:
-            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
-            batches += cut(self.lengths, pool, self.budget)
-        return [batches[i] for i in generator.permutation(len(batches))]
+            portions += cut(self.lengths, self._sorted(pool), self.budget // MIX)
+        joined, room = [], 0
+        for index in generator.permutation(len(portions)):
+            slots = len(portions[index]) * self.lengths[portions[index]].max()
+            if slots > room:
+                joined.append([])
+                room = self.budget
+            joined[-1].append(portions[index])
+            room -= slots
+        return [self._sorted(np.concatenate(batch)) for batch in joined]
+
+    def _sorted(self, examples: np.ndarray) -> np.ndarray:
+        return examples[np.argsort(self.lengths[examples], kind="stable")]
 
     def __iter__(self) -> Iterator[Rows]:
         """Goes on from (epoch, position), without end; the state then names the next batch."""
@@ -285,7 +297,10 @@ class Sampler:
         return self.epoch + self.position / len(self._batches)
 
     def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
-        """A batch cut into portions of `budget` slots at most."""
+        """A batch cut into portions of `budget` slots at most, and of one length if bucketed."""
+        too_wide = len(rows) * slots_of(self.lengths, rows).max() > self.budget
+        if self.batching == "bucketed" and too_wide:
+            budget = min(budget, self.budget // MIX)
         if isinstance(rows, np.ndarray):
             return cut(self.lengths, rows, budget)
         return self._portions(rows, budget)
@@ -314,8 +329,9 @@ def token_ledger(store: TokenStore) -> dict[str, int]:
     return {"supervised": supervised, "read_only": real - supervised}
 
 
-def padding_ledger(store: TokenStore, batches: Sequence[Rows]) -> dict[str, float]:
-    """Empty slots that one epoch of these batches holds, and their share of all slots."""
+def padding_ledger(store: TokenStore, sampler: Sampler) -> dict[str, float]:
+    """Empty slots that the first epoch of a sampler holds, and their share of all slots."""
     real = int(store.lengths.sum())
-    slots = sum(len(rows) * int(slots_of(store.lengths, rows).max()) for rows in batches)
+    parts = [p for b in sampler.batches_of(0) for p in sampler.micro_batches(b, sampler.budget)]
+    slots = sum(len(rows) * int(slots_of(store.lengths, rows).max()) for rows in parts)
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

@@ -73,12 +73,12 @@ def full_ledger(data: Data, sampler: Sampler) -> dict[str, Any]:
     ledger = {}
     for split, counts in data.ledger.items():
         ledger[split] = counts | {"tokens": token_ledger(data.stores[split])}
-    ledger["train"]["tokens"] |= padding_ledger(train, sampler.batches_of(0))
+    ledger["train"]["tokens"] |= padding_ledger(train, sampler)
     pool = train.first(POOL)
     shares = {}
     for batching in BATCHINGS:
         other = replace(sampler, lengths=pool.lengths, batching=batching, epoch=0, position=0)
-        shares[batching] = padding_ledger(pool, other.batches_of(0))["padding_share"]
+        shares[batching] = padding_ledger(pool, other)["padding_share"]
     return ledger | {
         "padding_by_batching": shares,
         "trained_positions": train.trained_positions().tolist(),

@@ -93,12 +93,16 @@ def peak_memory_mb(device: torch.device) -> float | None:
     """
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # What getrusage tells survives exec: a child would report its parent's peak.
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return round(int(line.split()[1]) / 2**10, 1)
     try:
         import resource
     except ImportError:  # Windows
         return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(most / 2 ** (20 if sys.platform == "darwin" else 10), 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
 
 
 class StopRequest:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import itertools
 import multiprocessing
-import resource
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -86,15 +85,11 @@ class Turns:
         """Ends a lap when its steps are done, and waits until the next is asked for."""
         if self.left == 0:
             if self.watch is not None:
-                self.line.send((self.watch.lap(self.targets), peak_memory()))
+                lap = self.watch.lap(self.targets)
+                self.line.send((lap, runtime.peak_memory_mb(torch.device("cpu"))))
             self.left, self.targets = self.line.recv(), 0
             self.watch = Watch()
         self.left -= 1
-
-
-def peak_memory() -> float:
-    """The most resident memory of this process so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def train_ours(turns: Turns, shape: dict, name: str) -> None:
@@ -114,12 +109,14 @@ def train_ours(turns: Turns, shape: dict, name: str) -> None:
     shape = (BATCH_TOKENS // LONGEST, LONGEST) if name == "compiled" else None
     if name == "compiled":
         model.compile_training()
-    for rows in Sampler(store.lengths, BATCH_TOKENS, batching, 0, capacity=LONGEST):
+    sampler = Sampler(store.lengths, BATCH_TOKENS, batching, 0, capacity=LONGEST)
+    for rows in sampler:
         turns.step()
-        batch = collate(store, rows, PAD, shape=shape)
-        accumulate(model, [batch], run, 0, contextlib.nullcontext())
+        parts = sampler.micro_batches(rows, BATCH_TOKENS)
+        batches = [collate(store, part, PAD, shape=shape) for part in parts]
+        accumulate(model, batches, run, 0, contextlib.nullcontext())
         optimizer.step(0.5, 1.0)
-        turns.targets += batch.targets
+        turns.targets += sum(batch.targets for batch in batches)
 
 
 def train_theirs(turns: Turns, shape: dict, name: str) -> None:
