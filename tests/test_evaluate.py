@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import random_decoder
 
+from wherelm import checkpoint
 from wherelm.batches import TokenStore, collate
 from wherelm.config import project_root
 from wherelm.evaluate import evaluate, exact_matches, main, measures, replies, score
@@ -202,6 +203,9 @@ def test_the_command_answers_a_wrong_override_with_one_line(capsys, pair):
 
 
 @needs_shipped
-def test_without_a_folder_the_command_takes_one_and_says_which(capsys, few):
+def test_without_a_folder_the_command_takes_the_default_and_says_which(capsys, few, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint, "find", lambda path, root: asked.append(path) or SHIPPED)
     assert main(few) == 0
-    assert ", step " in capsys.readouterr().out.splitlines()[0]
+    assert asked == [None]
+    assert capsys.readouterr().out.startswith(f"{SHIPPED}, step 940\n")
