@@ -223,6 +223,19 @@ def test_a_wrong_override_of_a_sweep_is_one_line_before_anything_is_trained(
     assert not list(sweep.glob("*"))
 
 
+def test_a_sweep_needs_no_folder_and_names_arms_by_what_varies(capsys, monkeypatch):
+    import train
+
+    override = 'ablation.baseline="rope model.layers=3"'
+    arguments = ["-m", "position=rope,none", "model.layers=1,2", override]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    assert train.command() == 2
+    assert capsys.readouterr().err == (
+        "error: ablation.baseline=rope model.layers=3: expected one of rope model.layers=1, "
+        "rope model.layers=2, none model.layers=1, none model.layers=2\n"
+    )
+
+
 def test_an_experiment_of_several_schemes_is_a_sweep_without_being_told(tmp_path):
     sweep = tmp_path / "sweep"
     tiny = [each for each in TINY if not each.startswith("training.steps")]

@@ -54,6 +54,8 @@ class AblationSweeper(BasicSweeper):
 
         values = OmegaConf.to_container(self.config.ablation)
         settings = typed(ablation.AblationConfig, values, "ablation")
+        # The folder's name may hold `${hydra:…}`, which reads this.
+        HydraConfig.instance().set_config(self.config)
         self.folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         arms = self.arms(arguments, settings)
         self.folder.mkdir(parents=True, exist_ok=True)
