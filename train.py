@@ -76,6 +76,7 @@ def run_job(values: dict[str, Any], folder: Path) -> None:
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
     """Hydra's arguments for `resume=RUN`: its folder, and no override that differs from it."""
+    from hydra_plugins.wherelm_sweeper import quoted
     from wherelm.config import load_yaml, with_overrides
 
     run = Path(next(a for a in arguments if a.startswith(RESUME)).removeprefix(RESUME))
@@ -88,8 +89,7 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
                 f"{pair}: differs from the run's own {run / 'config.yaml'}, which resuming keeps; "
                 "leave it out, or start a new run"
             )
-    quoted = str(run.resolve()).replace("'", "\\'")
-    return ["resume=true", f"hydra.run.dir='{quoted}'"]
+    return ["resume=true", f"hydra.run.dir={quoted(run.resolve())}"]
 
 
 def check_grammar(arguments: Sequence[str]) -> None:

@@ -100,7 +100,8 @@ class AblationSweeper(BasicSweeper):
                     f"ablation.metric={settings.metric}: expected one of the splits that are "
                     f"measured at the end: {', '.join(config.final_splits)}"
                 )
-            own = [p for p in pairs if p.partition("=")[0] in varied and p[:9] != "position="]
+            shown = [key for key in varied if key != "position"]
+            own = [pair for pair in pairs if pair.partition("=")[0] in shown]
             label = " ".join([config.position.name, *own])
             arms.append(Arm(label, tuple(pairs), plain(config)))
         labels = [arm.label for arm in arms]

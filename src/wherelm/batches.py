@@ -298,8 +298,7 @@ class Sampler:
 
     def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
         """A batch cut into portions of `budget` slots at most, and of one length if bucketed."""
-        too_wide = len(rows) * slots_of(self.lengths, rows).max() > self.budget
-        if self.batching == "bucketed" and too_wide:
+        if self.batching == "bucketed" and len(rows) * self.lengths[rows].max() > self.budget:
             budget = min(budget, self.budget // MIX)
         if isinstance(rows, np.ndarray):
             return cut(self.lengths, rows, budget)

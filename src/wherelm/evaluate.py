@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from wherelm.batches import TokenStore, collate, cut
+from wherelm.command_line import ArgumentParser
 from wherelm.model import Decoder, learned_logits
-from wherelm.probes import ArgumentParser
 from wherelm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

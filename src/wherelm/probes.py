@@ -5,13 +5,14 @@ Shapes: B rows, T query slots, S key slots, H heads; N slots of a repeated block
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from wherelm.command_line import ArgumentParser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,13 +181,6 @@ def plain_lists(values: Tensor) -> list:
     if values.ndim > 1:
         return [plain_lists(row) for row in values]
     return [None if value != value else round(value, 6) for value in values.tolist()]
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Says a mistake in one line, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help shows every option)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wherelm.batches import Batch
 from wherelm.model import Decoder
@@ -50,7 +50,7 @@ class Profile:
             mark(model)
             return x_BTD
 
-        nn.Module.__setattr__(model, "read", read_and_mark)
+        model.read = read_and_mark
 
     def mark(self, part: str) -> None:
         """The time since the last mark belongs to this part."""

@@ -102,7 +102,8 @@ def peak_memory_mb(device: torch.device) -> float | None:
         import resource
     except ImportError:  # Windows
         return None
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(most / 2 ** (20 if sys.platform == "darwin" else 10), 1)
 
 
 class StopRequest:

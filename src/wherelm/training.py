@@ -26,7 +26,7 @@ from wherelm.evaluate import Scores, measures, score, table
 from wherelm.generate import write_samples
 from wherelm.model import Decoder, initialize, next_token_loss
 from wherelm.optim import Optimizer
-from wherelm.profiling import TABLE, Profile
+from wherelm.profiling import OTHER, TABLE, Profile
 from wherelm.seeds import named_seed
 from wherelm.tracking import METRICS, Tracker, draw_curve
 
@@ -142,7 +142,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
                     log.info("of them %.1f s to compile and to make this step", step_seconds)
             ended = share >= 1 or bool(stop)
             if ended or state.step % config.evaluation.every == 0:
-                profile.mark("other")
+                profile.mark(OTHER)
                 scores = watch(model, data, config, state, tracker, autocast)
                 profile.mark("evaluation")
                 save(folder, model, data, config, state, optimizer)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from wherelm.command_line import ArgumentParser
 from wherelm.page import write
-from wherelm.probes import ArgumentParser
 
 EPILOG = """\
 The page needs no network and no other file. It shows the tokens with their masks, segments and

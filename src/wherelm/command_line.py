@@ -1,0 +1,13 @@
+"""What the commands of the package share. Nothing here imports torch: help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help shows every option)\n")
