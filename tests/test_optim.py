@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from wherelm import optim
 from wherelm.model import Decoder, ModelConfig, initialize
 from wherelm.optim import (
     SCHEDULES,
@@ -60,7 +61,8 @@ def test_schedules_by_hand():
 
 def test_orthogonalised_matrices_have_singular_values_near_one():
     for shape in ((3, 24, 24), (2, 64, 16), (2, 16, 64)):
-        matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        matrices = torch.randn(shape, generator=generator, dtype=torch.float64)
         u, values, vh = torch.linalg.svd(matrices, full_matrices=False)
         turned = u.mT @ orthogonalize(matrices) @ vh.mT
         assert torch.allclose(
@@ -70,6 +72,18 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         large = values > 0.01 * matrices.norm(dim=(-2, -1))[:, None]
         assert large.float().mean() > 0.9
         assert (turned.diagonal(dim1=-2, dim2=-1)[large] - 1).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_orthogonalised_in_bfloat16_an_update_has_nearly_the_same_direction(bfloat16, monkeypatch):
+    """Fifteen products, each rounded by up to 0.4 %: some percent of an update."""
+    monkeypatch.setattr(optim, "multiplies_bfloat16", lambda device: bfloat16)
+    matrices = torch.randn((3, 48, 32), generator=torch.Generator().manual_seed(0))
+    exact, actual = orthogonalize(matrices.double()), orthogonalize(matrices)
+    assert actual.dtype == torch.float32
+    assert torch.allclose(actual.double(), exact, atol=1e-5) != bfloat16
+    cosine = torch.nn.functional.cosine_similarity(actual.double().flatten(1), exact.flatten(1))
+    assert cosine.min() > 0.995
 
 
 def test_stacked_muon_equals_one_matrix_at_a_time():

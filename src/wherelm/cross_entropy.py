@@ -35,6 +35,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
         loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
         x_grad_ND = torch.empty_like(x_ND) if learns else None
         weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
+        if torch.is_autocast_enabled(x_ND.device.type):
+            # Once here; autocast would do so for every product of every chunk.
+            dtype = torch.get_autocast_dtype(x_ND.device.type)
+            x_ND, weight_VD = x_ND.to(dtype), weight_VD.to(dtype)
         # Each chunk passes over all of the V × D gradient, which below D rows would be most of it.
         rows = max(x_ND.shape[1], CHUNK // len(weight_VD))
         for start in range(0, len(x_ND), rows):
@@ -55,6 +59,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             grad_CV.scatter_add_(1, targets_C1, torch.full_like(target_C1, -1.0))
             if slope_CV is not None:
                 grad_CV *= slope_CV
+            grad_CV = grad_CV.to(weight_VD.dtype)
             x_grad_ND[chunk] = grad_CV @ weight_VD
             weight_grad_VD += grad_CV.T @ x_CD
         ctx.save_for_backward(x_grad_ND, weight_grad_VD)

@@ -98,6 +98,13 @@ def norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.width, bias=config.bias)
 
 
+def for_products(x: Tensor) -> Tensor:
+    """Under autocast in its type: cast once for all the products that read it."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 class MLP(nn.Module):
     """GELU or squared ReLU (So et al., 2021) between two matrices, or SwiGLU (Shazeer, 2020)."""
 
@@ -152,7 +159,7 @@ class Block(nn.Module):
         first: int = 0,
     ) -> Tensor:
         """The slots from `first` on; those before are only read: `mask` has no rows for them."""
-        h_BSD = self.attention_norm(x_BTD)
+        h_BSD = for_products(self.attention_norm(x_BTD))
         h_BTD, q_positions_BT = h_BSD, positions_BT
         if first:
             x_BTD, h_BTD = x_BTD[:, first:], h_BSD[:, first:]
@@ -161,7 +168,7 @@ class Block(nn.Module):
             h_BTD, h_BSD, scheme, q_positions_BT, positions_BT, mask, bias_BHTS, cache, self.layer
         )
         x_BTD = x_BTD + self.dropout(y_BTD)
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(for_products(self.mlp_norm(x_BTD))))
 
 
 class Decoder(nn.Module):

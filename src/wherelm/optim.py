@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
+from wherelm.runtime import multiplies_bfloat16
+
 
 @dataclass(frozen=True)
 class AdamWConfig:
@@ -116,8 +118,12 @@ POLAR_EXPRESS = (
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, nearly: U V^T of each matrix of a stack (N, R, C)."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    """The nearest (semi-)orthogonal matrices, nearly: U V^T of each matrix of a stack (N, R, C).
+
+    float32 is multiplied in bfloat16 where that is faster, for the result is a rough one anyway.
+    """
+    half = matrices.dtype == torch.float32 and multiplies_bfloat16(matrices.device)
+    x = matrices.bfloat16() if half else matrices
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
