@@ -22,6 +22,8 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
+from wherelm import runtime
+
 ROOT = Path(__file__).resolve().parents[2]
 DISTURBED = 0.05  # of the machine's processor time
 TRIES = 4  # at most so many times the rounds asked for
@@ -139,15 +141,17 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The processor in words."""
+    """The processor in words, and what its matrix products can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text().splitlines():
             if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+                name = line.partition(":")[2].strip()
+    bfloat16 = ", bfloat16" if runtime.multiplies_bfloat16(device) else ""
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{bfloat16})"
 
 
 def circumstances(name: str, device: torch.device, packages: Sequence[str] = ()) -> str:

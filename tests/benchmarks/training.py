@@ -1,15 +1,15 @@
 """Training beside Hugging Face's Trainer: real target tokens a second, and peak memory.
 
-The same messages, the same two Llama shapes, float32, everything in turns. Padding is nobody's
-target, so it does not count. Every contestant has a process of its own that waits while another
-trains: two pools of OpenMP threads in one process, of which one belongs to the waiting contestant,
+The same messages, the same two Llama shapes, everything in turns; each at its own default: the
+Trainer in float32, ours in the precision that `training.precision=auto` takes here, and beside it
+in float32. Padding is nobody's target, so it does not count. Every contestant has a process of its
+own that waits while another trains: two pools of OpenMP threads in one process, of which one belongs to the waiting contestant,
 would halve the speed of both.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import multiprocessing
 import sys
@@ -44,6 +44,8 @@ from wherelm.seeds import numpy_generator
 from wherelm.training import accumulate
 
 MESSAGES, VOCABULARY, LONGEST, PAD = 20_000, 4096, 256, 0
+CPU = torch.device("cpu")
+PRECISION = runtime.choose_precision("auto", CPU)
 BATCH_TOKENS, BATCH_ROWS = 4096, 32  # ours, that of configs/training/default.yaml; the Trainer's
 SHAPES = {
     "S": {"layers": 6, "width": 128, "heads": 4, "mlp_width": 384},
@@ -56,6 +58,7 @@ STEPS = {
 }
 NAMES = {
     "ours": "bucketed, AdamW",
+    "float32": "bucketed, AdamW, training.precision=float32",
     "muon": "bucketed, Muon (the default)",
     "packed": "packed, AdamW",
     "compiled": "packed, AdamW, training.compile=true",
@@ -86,7 +89,7 @@ class Turns:
         if self.left == 0:
             if self.watch is not None:
                 lap = self.watch.lap(self.targets)
-                self.line.send((lap, runtime.peak_memory_mb(torch.device("cpu"))))
+                self.line.send((lap, runtime.peak_memory_mb(CPU)))
             self.left, self.targets = self.line.recv(), 0
             self.watch = Watch()
         self.left -= 1
@@ -109,12 +112,13 @@ def train_ours(turns: Turns, shape: dict, name: str) -> None:
     shape = (BATCH_TOKENS // LONGEST, LONGEST) if name == "compiled" else None
     if name == "compiled":
         model.compile_training()
+    autocast = runtime.autocast("float32" if name == "float32" else PRECISION, CPU)
     sampler = Sampler(store.lengths, BATCH_TOKENS, batching, 0, capacity=LONGEST)
     for rows in sampler:
         turns.step()
         parts = sampler.micro_batches(rows, BATCH_TOKENS)
         batches = [collate(store, part, PAD, shape=shape) for part in parts]
-        accumulate(model, batches, run, 0, contextlib.nullcontext())
+        accumulate(model, batches, run, 0, autocast)
         optimizer.step(0.5, 1.0)
         turns.targets += sum(batch.targets for batch in batches)
 
@@ -224,13 +228,13 @@ def measure(size: str, names: Sequence[str], rounds: int) -> tuple[Times, dict[s
 
 
 def product_rate(size: str) -> float:
-    """Multiply-adds a second, times two, that float32 products of the model's shapes reach."""
+    """Multiply-adds a second, times two, that products of the model's shapes reach."""
     shape = SHAPES[size]
     width, inner = shape["width"], shape["mlp_width"]
-    rates = []
+    rates, dtype = [], getattr(torch, PRECISION)
     for inputs, outputs in ((width, width), (width, inner), (inner, width), (width, VOCABULARY)):
-        x, w = torch.randn(BATCH_TOKENS, inputs), torch.randn(inputs, outputs)
-        out = torch.empty(BATCH_TOKENS, outputs)
+        x, w = torch.randn(BATCH_TOKENS, inputs).to(dtype), torch.randn(inputs, outputs).to(dtype)
+        out = torch.empty(BATCH_TOKENS, outputs, dtype=dtype)
         times = in_turns({"mm": lambda: [torch.mm(x, w, out=out) for _ in range(60)]}, 3, "mm")  # noqa: B023
         flops = 2 * 60 * BATCH_TOKENS * inputs * outputs
         rates.append(max(times.rates("mm", flops)))
@@ -265,8 +269,9 @@ def report(rounds: int, names: Sequence[str]) -> str:
         f"{MESSAGES:,} messages, lengths log-normal (median {np.median(lengths):.0f}, 95th "
         f"percentile {np.percentile(lengths, 95):.0f}, at most {lengths.max()}), vocabulary "
         f"{VOCABULARY:,}; Llama shapes S (width 128, 6 layers, FFN 384, 1.8 M parameters) and L "
-        "(width 384, 6 layers, FFN 768, 10.4 M), tied; float32. Ours in batches of "
-        f"{BATCH_TOKENS:,} tokens, the Trainer in batches of {BATCH_ROWS} messages with fused "
+        f"(width 384, 6 layers, FFN 768, 10.4 M), tied. Ours in {PRECISION} (what "
+        f"`training.precision=auto` takes on this machine) and in batches of {BATCH_TOKENS:,} "
+        f"tokens, the Trainer in float32 and in batches of {BATCH_ROWS} messages with fused "
         "AdamW. Rates are real target tokens a second; ratios are to the Trainer in the same "
         f"round, the median of {rounds} rounds and in brackets the smallest and the largest. "
         + left_out(list(measured.values())),
@@ -275,7 +280,7 @@ def report(rounds: int, names: Sequence[str]) -> str:
         "| --- | --- | ---: | ---: | ---: |",
         *itertools.chain.from_iterable(rows_of(size, times) for size, times in measured.items()),
         "",
-        "| model | matrix products of training, Gflop/s | float32 torch.mm peak | share |",
+        f"| model | matrix products of training, Gflop/s | {PRECISION} torch.mm peak | share |",
         "| --- | ---: | ---: | ---: |",
     ]
     for size, times in measured.items():
@@ -294,7 +299,7 @@ def report(rounds: int, names: Sequence[str]) -> str:
         cells += [x for o in OPPONENTS for x in (f"{of[o]:.0f}", f"{of['ours'] / of[o]:.2f}")]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ("transformers", "accelerate")
-    lines += ["", circumstances("training", torch.device("cpu"), packages), ""]
+    lines += ["", circumstances("training", CPU, packages), ""]
     return "\n".join(lines)
 
 
