@@ -236,6 +236,17 @@ def test_a_sweep_needs_no_folder_and_names_arms_by_what_varies(capsys, monkeypat
     )
 
 
+def test_without_a_named_baseline_arms_are_compared_to_the_first(tmp_path, monkeypatch):
+    import train
+
+    sweep = tmp_path / "sweep"
+    arguments = [*data(tmp_path), *TINY, "training.steps=5", "model.layers=2,1", "ablation.seeds=1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", *arguments, f"hydra.sweep.dir='{sweep}'"])
+    assert train.command() == 0
+    found = json.loads((sweep / "comparison.json").read_text())
+    assert found["baseline"] == "rope model.layers=2"
+
+
 def test_an_experiment_of_several_schemes_is_a_sweep_without_being_told(tmp_path):
     sweep = tmp_path / "sweep"
     tiny = [each for each in TINY if not each.startswith("training.steps")]

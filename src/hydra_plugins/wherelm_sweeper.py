@@ -105,7 +105,7 @@ class AblationSweeper(BasicSweeper):
             label = " ".join([config.position.name, *own])
             arms.append(Arm(label, tuple(pairs), plain(config)))
         labels = [arm.label for arm in arms]
-        if settings.baseline not in labels:
+        if settings.baseline is not None and settings.baseline not in labels:
             raise ValueError(
                 f"ablation.baseline={settings.baseline}: expected one of {', '.join(labels)}"
             )
@@ -276,7 +276,8 @@ class AblationSweeper(BasicSweeper):
         ablation.write_csv(self.folder / "results.csv", ablation.results(jobs))
         final = [job for job in jobs if job.phase == "final"]
         if any(job.status == "complete" for job in final):
-            found = comparison.compare(final, settings.metric, settings.baseline)
+            baseline = settings.baseline or final[0].arm.label
+            found = comparison.compare(final, settings.metric, baseline)
             comparison.save(found, self.folder / "comparison.json")
             print(f"\n{comparison.table(found, final)}\n")
         print(f"results: {self.folder / 'results.csv'}", flush=True)

@@ -33,12 +33,13 @@ LOWER, HIGHER = ("loss", "bits_per_byte", "perplexity"), ("exact_match", "accura
 class AblationConfig:
     """Every arm with `seeds` seeds, by the one `metric` named in advance, against `baseline`.
 
+    `baseline` is the label of an arm; null takes the first one of the command line.
     `tune` first gives every arm the same `learning_rates`, a factor 2 apart around the optimizer's
     own, with `tuning_seeds` seeds that are not used again.
     """
 
     metric: str = "validation.loss"
-    baseline: str = "rope"
+    baseline: str | None = None
     seeds: int = 3
     tune: bool = False
     learning_rates: int = 4

@@ -3,8 +3,8 @@
 The same messages, the same two Llama shapes, everything in turns; each at its own default: the
 Trainer in float32, ours in the precision that `training.precision=auto` takes here, and beside it
 in float32. Padding is nobody's target, so it does not count. Every contestant has a process of its
-own that waits while another trains: two pools of OpenMP threads in one process, of which one belongs to the waiting contestant,
-would halve the speed of both.
+own that waits while another trains: two pools of OpenMP threads in one process, of which one
+belongs to the waiting contestant, would halve the speed of both.
 """
 
 from __future__ import annotations
