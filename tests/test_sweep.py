@@ -242,7 +242,9 @@ def test_without_a_named_baseline_arms_are_compared_to_the_first(tmp_path, monke
     sweep = tmp_path / "sweep"
     arguments = [*data(tmp_path), *TINY, "training.steps=5", "model.layers=2,1", "ablation.seeds=1"]
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", *arguments, f"hydra.sweep.dir='{sweep}'"])
-    assert train.command() == 0
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(train.command())
+    assert stopped.value.code == 0
     found = json.loads((sweep / "comparison.json").read_text())
     assert found["baseline"] == "rope model.layers=2"
 
