@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wherelm.runtime import for_products
 from wherelm.schemes.base import PositionScheme
 
 SHORT, SHORT_BFLOAT16 = 96, 512  # the most keys that are few, in float32 and in bfloat16
@@ -129,9 +130,8 @@ def attend(
     """
     if q_BHTK.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # What has been rotated or normed is float32 again.
-        dtype = torch.get_autocast_dtype("cpu")
+        q_BHTK, k_BHSK, v_BHSK = map(for_products, (q_BHTK, k_BHSK, v_BHSK))
         with torch.autocast("cpu", enabled=False):
-            q_BHTK, k_BHSK, v_BHSK = q_BHTK.to(dtype), k_BHSK.to(dtype), v_BHSK.to(dtype)
             return attend(q_BHTK, k_BHSK, v_BHSK, scale, mask, bias_BHTS, dropout)
     additive = None if bias_BHTS is None else bias_BHTS.to(q_BHTK.dtype)
     queries, keys = q_BHTK.shape[2], k_BHSK.shape[2]

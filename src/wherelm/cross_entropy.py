@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from wherelm.runtime import for_products
+
 CHUNK = 2**21  # logits that exist at once, but for huge V: they stay in a processor's cache
 
 
@@ -35,10 +37,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
         x_grad_ND = torch.empty_like(x_ND) if learns else None
         weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
-        if torch.is_autocast_enabled(x_ND.device.type):
-            # Once here; autocast would do so for every product of every chunk.
-            dtype = torch.get_autocast_dtype(x_ND.device.type)
-            x_ND, weight_VD = x_ND.to(dtype), weight_VD.to(dtype)
+        x_ND, weight_VD = for_products(x_ND), for_products(weight_VD)
         # Each chunk passes over all of the V × D gradient, which below D rows would be most of it.
         rows = max(x_ND.shape[1], CHUNK // len(weight_VD))
         for start in range(0, len(x_ND), rows):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wherelm.attention import Attention, KeyValueCache, Mask, visible
 from wherelm.cross_entropy import capped, head_cross_entropy
+from wherelm.runtime import for_products
 from wherelm.schemes import PositionScheme, Shape
 from wherelm.seeds import torch_generator
 
@@ -96,13 +97,6 @@ def norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, eps=1e-6)
     return nn.LayerNorm(config.width, bias=config.bias)
-
-
-def for_products(x: Tensor) -> Tensor:
-    """Under autocast in its type: cast once for all the products that read it."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 class MLP(nn.Module):

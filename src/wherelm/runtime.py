@@ -55,6 +55,13 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
+def for_products(x: torch.Tensor) -> torch.Tensor:
+    """In the type that autocast multiplies in, if it is on: once for all products that read it."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep what tensors give back, instead of asking the kernel for fresh pages.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from wherelm.attention import KeyValueCache, Mask, attend
 from wherelm.model import Block, Decoder, capped
+from wherelm.runtime import for_products
 from wherelm.schemes import PositionScheme
 
 LARGE = 1 << 17  # weights of a matrix that is worth sharing out to threads
@@ -33,10 +34,8 @@ class Product:
 
     def __init__(self, *layers: nn.Linear):
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
+        weight_NC = for_products(weights[0] if len(layers) == 1 else torch.cat(weights))
         device, threads = weight_NC.device.type, torch.get_num_threads()
-        if torch.is_autocast_enabled(device):
-            weight_NC = weight_NC.to(torch.get_autocast_dtype(device))
         self.weight_CN = weight_NC.t()
         self.bias_N = None if biases[0] is None else torch.cat(biases)
         self.pieces: Tensor | None = None
