@@ -21,9 +21,12 @@ def head(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("rows", [WIDTH, WIDTH + 1, ROWS, 1000])
-def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(monkeypatch, rows, softcap):
+@pytest.mark.parametrize(("rows", "multiple"), [(WIDTH, 1), (WIDTH, 4), (9, 6), (23, 1), (23, 64)])
+def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(
+    monkeypatch, rows, multiple, softcap
+):
     monkeypatch.setattr(cross_entropy, "CHUNK", rows * VOCABULARY)
+    monkeypatch.setattr(cross_entropy, "MULTIPLE", multiple)
     x_ND, weight_VD, targets_N = head()
     logits_NV = x_ND @ weight_VD.T
     if softcap is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 BATCHINGS = ("bucketed", "padded", "packed")
 POOL = 8192  # examples sorted by length together: little padding left, and still a random order
-MIX = 4  # portions of one length each that a bucketed batch is made of
+MIX = 2  # portions of one length each that a bucketed batch is made of
+WIDTHS = 8  # different widths of rows in each doubling of length
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,15 @@ class TokenStore:
         part = slice(self.offsets[index], self.offsets[index + 1])
         return self.ids[part], self.learned[part]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Input slots of each example: one less than its tokens, for the last has no target."""
         return np.diff(self.offsets) - 1
+
+    @cached_property
+    def widths(self) -> np.ndarray:
+        """The slots of a row that each example would be padded to."""
+        return widths_of(self.lengths)
 
     def first(self, count: int) -> TokenStore:
         """The first so many examples."""
@@ -138,7 +145,8 @@ def collate(
 ) -> Batch:
     """A rectangle of rows, each one example (its index) or several, packed (their indices).
 
-    Rows are padded to the longest with the id `pad`, on the given side; packed ones on the right.
+    Rows are padded to the longest with the id `pad`, on the given side, and on the right to its
+    width in `widths_of`; packed ones are padded on the right to the longest.
     Positions begin anew in each example, masks come from lengths. `key` and an example's index
     give its number in `keys_BT`. A `shape` (rows, slots) is filled up with empty rows and slots and
     always counts as packed, so that all batches of a run are alike. With `room` an example's
@@ -154,8 +162,9 @@ def collate(
     head_N = np.repeat(np.cumsum(counts) - counts, counts)
     start_N = before_N - before_N[head_N]
     used = np.bincount(row_N, weights=lengths_N).astype(np.int64)
-    height, width = shape or (len(parts), int(used.max()))
     packed = shape is not None or bool((counts > 1).any())
+    slots_N = used if packed or side == "left" else store.widths[examples_N]
+    height, width = shape or (len(parts), int(slots_N.max()))
     assert side in ("right", "left"), side
     assert side == "right" or not packed, "packed rows are padded on the right"
     if side == "left":
@@ -196,6 +205,17 @@ def mixed(examples: np.ndarray, key: int) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+
+
+def widths_of(lengths: np.ndarray) -> np.ndarray:
+    """The slots of a row that each length is padded to: the next of WIDTHS steps in a doubling.
+
+    None is wider than the longest. A run then sees few shapes of batches, and a processor compiles
+    its bfloat16 kernels for each shape anew: time and memory that cost more than this padding.
+    """
+    doublings = np.log2(np.maximum(lengths, WIDTHS)).astype(np.int64)
+    steps = 2**doublings // WIDTHS
+    return np.minimum(-(-lengths // steps) * steps, lengths.max(initial=0))
 
 
 def cut(lengths: np.ndarray, order: np.ndarray, budget: int) -> list[np.ndarray]:
@@ -254,6 +274,7 @@ class Sampler:
     capacity: int = 0
 
     def __post_init__(self):
+        self.widths = widths_of(self.lengths)
         self._batches = self.batches_of(self.epoch)
 
     def batches_of(self, epoch: int) -> list[Rows]:
@@ -261,17 +282,17 @@ class Sampler:
         generator = numpy_generator(self.seed, "data order", epoch)
         order = generator.permutation(len(self.lengths))
         if self.batching == "padded":
-            return cut(self.lengths, order, self.budget)
+            return cut(self.widths, order, self.budget)
         pools = [order[start : start + POOL] for start in range(0, len(order), POOL)]
         if self.batching == "packed":
             rows = [row for pool in pools for row in pack(self.lengths, pool, self.capacity)]
             return self._portions([rows[i] for i in generator.permutation(len(rows))], self.budget)
         portions = []
         for pool in pools:
-            portions += cut(self.lengths, self._sorted(pool), self.budget // MIX)
+            portions += cut(self.widths, self._sorted(pool), self.budget // MIX)
         joined, room = [], 0
         for index in generator.permutation(len(portions)):
-            slots = len(portions[index]) * self.lengths[portions[index]].max()
+            slots = len(portions[index]) * self.widths[portions[index]].max()
             if slots > room:
                 joined.append([])
                 room = self.budget
@@ -298,22 +319,15 @@ class Sampler:
 
     def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
         """A batch cut into portions of `budget` slots at most, and of one length if bucketed."""
-        if self.batching == "bucketed" and len(rows) * self.lengths[rows].max() > self.budget:
+        if self.batching == "bucketed" and len(rows) * self.widths[rows].max() > self.budget:
             budget = min(budget, self.budget // MIX)
         if isinstance(rows, np.ndarray):
-            return cut(self.lengths, rows, budget)
+            return cut(self.widths, rows, budget)
         return self._portions(rows, budget)
 
     def _portions(self, rows: list[np.ndarray], budget: int) -> list[Rows]:
         size = max(1, budget // self.capacity)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def slots_of(lengths: np.ndarray, rows: Rows) -> np.ndarray:
-    """The slots that each row of a batch fills."""
-    if isinstance(rows, np.ndarray):
-        return lengths[rows]
-    return np.array([lengths[row].sum() for row in rows])
 
 
 def examples_of(rows: Rows) -> np.ndarray:
@@ -332,5 +346,11 @@ def padding_ledger(store: TokenStore, sampler: Sampler) -> dict[str, float]:
     """Empty slots that the first epoch of a sampler holds, and their share of all slots."""
     real = int(store.lengths.sum())
     parts = [p for b in sampler.batches_of(0) for p in sampler.micro_batches(b, sampler.budget)]
-    slots = sum(len(rows) * int(slots_of(store.lengths, rows).max()) for rows in parts)
+    slots = 0
+    for rows in parts:
+        examples = examples_of(rows)
+        if len(examples) == len(rows):
+            slots += len(rows) * int(store.widths[examples].max())
+        else:
+            slots += len(rows) * max(int(store.lengths[row].sum()) for row in rows)
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

@@ -6,12 +6,14 @@ Shapes: N targets, D width, V vocabulary, C rows of a chunk.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wherelm.runtime import for_products
 
 CHUNK = 2**21  # logits that exist at once, but for huge V: they stay in a processor's cache
+MULTIPLE = 64  # of rows in a chunk: few shapes, for each of which kernels are compiled
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -37,9 +39,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
         x_grad_ND = torch.empty_like(x_ND) if learns else None
         weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
+        count = len(x_ND)
         x_ND, weight_VD = for_products(x_ND), for_products(weight_VD)
+        # Filled up with rows that do not count.
+        x_ND = F.pad(x_ND, (0, 0, 0, -count % MULTIPLE))
+        targets_N = F.pad(targets_N, (0, -count % MULTIPLE))
         # Each chunk passes over all of the V × D gradient, which below D rows would be most of it.
         rows = max(x_ND.shape[1], CHUNK // len(weight_VD))
+        rows += -rows % MULTIPLE
         for start in range(0, len(x_ND), rows):
             chunk = slice(start, start + rows)
             x_CD, targets_C1 = x_ND[chunk], targets_N[chunk, None]
@@ -50,7 +57,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             logits_CV -= logits_CV.amax(-1, keepdim=True)
             target_C1 = logits_CV.gather(1, targets_C1)
             sum_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-            loss += (sum_C1.log() - target_C1).sum()
+            loss += (sum_C1.log() - target_C1)[: count - start].sum()
             if not learns:
                 continue
             # d loss / d logits = p - one-hot(target)
@@ -59,7 +66,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
             if slope_CV is not None:
                 grad_CV *= slope_CV
             grad_CV = grad_CV.to(weight_VD.dtype)
-            x_grad_ND[chunk] = grad_CV @ weight_VD
+            grad_CV[count - start :] = 0
+            x_grad_ND[chunk] = (grad_CV @ weight_VD)[: count - start]
             weight_grad_VD += grad_CV.T @ x_CD
         ctx.save_for_backward(x_grad_ND, weight_grad_VD)
         return loss

@@ -52,7 +52,7 @@ def score(
     scored_E = np.zeros(len(store.ids), dtype=bool)
     training = model.training
     model.eval()
-    for indices in cut(store.lengths, np.argsort(store.lengths, kind="stable"), batch_tokens):
+    for indices in cut(store.widths, np.argsort(store.lengths, kind="stable"), batch_tokens):
         batch = collate(store, indices, pad)
         rows, slots = np.nonzero(batch.loss_mask_BT.numpy())
         if not len(rows):
