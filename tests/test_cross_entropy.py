@@ -21,7 +21,8 @@ def head(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(("rows", "multiple"), [(WIDTH, 1), (WIDTH, 4), (9, 6), (23, 1), (23, 64)])
+@pytest.mark.parametrize("multiple", [1, 6, 64])
+@pytest.mark.parametrize("rows", [WIDTH, WIDTH + 1, ROWS, 1000])
 def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(
     monkeypatch, rows, multiple, softcap
 ):

@@ -154,7 +154,7 @@ def collate(
     """
     parts = [np.atleast_1d(row) for row in rows]
     counts = np.array([len(part) for part in parts])
-    examples_N = np.concatenate(parts)
+    examples_N = examples_of(parts)
     lengths_N = store.lengths[examples_N]
     row_N = np.repeat(np.arange(len(parts)), counts)
     # An example starts behind the ones that share its row.
@@ -162,9 +162,9 @@ def collate(
     head_N = np.repeat(np.cumsum(counts) - counts, counts)
     start_N = before_N - before_N[head_N]
     used = np.bincount(row_N, weights=lengths_N).astype(np.int64)
+    longest = int(used.max()) if side == "left" else padded_width(store, parts)
+    height, width = shape or (len(parts), longest)
     packed = shape is not None or bool((counts > 1).any())
-    slots_N = used if packed or side == "left" else store.widths[examples_N]
-    height, width = shape or (len(parts), int(slots_N.max()))
     assert side in ("right", "left"), side
     assert side == "right" or not packed, "packed rows are padded on the right"
     if side == "left":
@@ -216,6 +216,14 @@ def widths_of(lengths: np.ndarray) -> np.ndarray:
     doublings = np.log2(np.maximum(lengths, WIDTHS)).astype(np.int64)
     steps = 2**doublings // WIDTHS
     return np.minimum(-(-lengths // steps) * steps, lengths.max(initial=0))
+
+
+def padded_width(store: TokenStore, rows: Rows) -> int:
+    """The slots of each row of a rectangle that is padded on the right."""
+    examples = examples_of(rows)
+    if len(examples) == len(rows):
+        return int(store.widths[examples].max())
+    return max(int(store.lengths[row].sum()) for row in rows)
 
 
 def cut(lengths: np.ndarray, order: np.ndarray, budget: int) -> list[np.ndarray]:
@@ -319,7 +327,7 @@ class Sampler:
 
     def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
         """A batch cut into portions of `budget` slots at most, and of one length if bucketed."""
-        if self.batching == "bucketed" and len(rows) * self.widths[rows].max() > self.budget:
+        if self.batching == "bucketed":
             budget = min(budget, self.budget // MIX)
         if isinstance(rows, np.ndarray):
             return cut(self.widths, rows, budget)
@@ -346,11 +354,5 @@ def padding_ledger(store: TokenStore, sampler: Sampler) -> dict[str, float]:
     """Empty slots that the first epoch of a sampler holds, and their share of all slots."""
     real = int(store.lengths.sum())
     parts = [p for b in sampler.batches_of(0) for p in sampler.micro_batches(b, sampler.budget)]
-    slots = 0
-    for rows in parts:
-        examples = examples_of(rows)
-        if len(examples) == len(rows):
-            slots += len(rows) * int(store.widths[examples].max())
-        else:
-            slots += len(rows) * max(int(store.lengths[row].sum()) for row in rows)
+    slots = sum(len(rows) * padded_width(store, rows) for rows in parts)
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}
