@@ -87,6 +87,12 @@ def argument_parser() -> ArgumentParser:
         "--raw", action="store_true", help="continue the prompt as plain text, not as a message"
     )
     parser.add_argument("--num", type=int, default=1, metavar="N", help="replies a prompt (1)")
+    parser.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="weights in bfloat16: faster for a large model and many prompts where the machine "
+        "multiplies it; replies may differ",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a reply")
     parser.add_argument(
         "--stop",
@@ -299,10 +305,15 @@ class Answerer:
     """A loaded model, and how it is asked."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace, sampling: Sampling):
+        import torch
+
         from wherelm import runtime
 
         runtime.keep_freed_memory()
-        self.model = loaded.model.to(runtime.choose_device("auto"))
+        device = runtime.choose_device("auto")
+        self.model = loaded.model.to(device, torch.bfloat16 if options.bfloat16 else None)
+        if options.bfloat16 and not runtime.multiplies_bfloat16(device):
+            warn("--bfloat16: this machine does not multiply bfloat16, so it is slower")
         self.tokenizer, self.options, self.sampling = loaded.tokenizer, options, sampling
         self.streams = loaded.config.data.format == "stream"
         if self.streams and not options.raw:

@@ -208,4 +208,4 @@ def test_without_a_folder_the_command_takes_the_default_and_says_which(capsys, f
     monkeypatch.setattr(checkpoint, "find", lambda path, root: asked.append(path) or SHIPPED)
     assert main(few) == 0
     assert asked == [None]
-    assert capsys.readouterr().out.startswith(f"{SHIPPED}, step 940\n")
+    assert capsys.readouterr().out.startswith(f"{SHIPPED}, step 1200\n")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import wherelm
+from wherelm import runtime
 from wherelm.generate import Sampling, generate
 from wherelm.messages import Message, prompt_spans
 from wherelm.model import Decoder, ModelConfig, initialize
@@ -180,6 +181,21 @@ def test_raw_and_system_change_what_the_model_reads(options, messages, loaded, m
     assert line["tokens"] == reply.tokens
     assert run(monkeypatch, *arguments) == 0
     assert json_lines(capsys.readouterr().out)[0]["tokens"] != reply.tokens
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_bfloat16_casts_the_weights_and_warns_where_that_is_slower(
+    quick, loaded, monkeypatch, capsys
+):
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: quick)
+    assert run(monkeypatch, "--json", "--greedy", "--bfloat16", "--max-tokens", "9", "Hi") == 0
+    captured = capsys.readouterr()
+    half, sampling = byte_model().model.bfloat16(), Sampling(greedy=True, max_tokens=9)
+    prompt = ids_of(loaded, Message("user", "Hi"))
+    reply = generate(half, [prompt], sampling, loaded.tokenizer.eos)[0]
+    assert json_lines(captured.out)[0]["tokens"] == reply.tokens
+    assert loaded.model.head.weight.dtype == torch.bfloat16
+    assert ("warning: --bfloat16" in captured.err) != quick
 
 
 def test_messages_of_a_file_are_asked_without_their_last_reply(

@@ -13,6 +13,7 @@ from torch import nn
 
 from wherelm import stepper
 from wherelm.attention import KeyValueCache
+from wherelm.runtime import autocast
 from wherelm.stepper import Norm, Product, Stepper
 
 CPU = torch.device("cpu")
@@ -85,11 +86,18 @@ def test_an_rms_norm_equals_torch_s_also_at_zero(dtype, tolerance):
     assert difference(Norm(weight_D, eps=1e-6)(x), expected) <= tolerance
 
 
-def test_weights_in_bfloat16_stay_near_the_plain_decoder():
-    """bfloat16 keeps 8 bits: a rounding unit of 0.4 % on logits of size 3."""
+@pytest.mark.parametrize("large", [0, stepper.LARGE])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_steps_in_bfloat16_stay_near_the_plain_decoder(weights, large, monkeypatch):
+    """Of bfloat16 weights, and by autocast; the products in bfloat16, or small and in float32.
+
+    bfloat16 keeps 8 bits: a rounding unit of 0.4 % on logits of size 3.
+    """
+    monkeypatch.setattr(stepper, "LARGE", large)
     exact = random_decoder(layers=3, width=64)
-    model, store = random_decoder(layers=3, width=64).bfloat16(), ragged_store((9, 9))
-    with torch.inference_mode():
+    model, store = random_decoder(layers=3, width=64).to(weights), ragged_store((9, 9))
+    precision = "bfloat16" if weights == torch.float32 else "float32"
+    with torch.inference_mode(), autocast(precision, CPU):
         several = read_then_step(model, padded(store, range(2), "left"), [0, 1])
         for logits_TV, index in zip(several, range(2), strict=True):
             assert logits_TV.dtype == torch.float32

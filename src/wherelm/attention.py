@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.runtime import for_products
+from wherelm.runtime import for_products, step_dtype
 from wherelm.schemes.base import PositionScheme
 
 SHORT, SHORT_BFLOAT16 = 96, 512  # the most keys that are few, in float32 and in bfloat16
@@ -185,9 +185,11 @@ class KeyValueCache:
     def extend(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the newest keys and values of a layer; returns all of them, (B, G, S, K)."""
         if self._layers[layer] is None:
-            # A scheme may have widened the keys.
+            # A scheme may have widened the keys, in their number of entries and in type.
+            dtype = step_dtype(v_BGTK)
             self._layers[layer] = tuple(
-                x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (k_BGTK, v_BGTK)
+                x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=dtype)
+                for x in (k_BGTK, v_BGTK)
             )
         keys, values = self._layers[layer]
         count = k_BGTK.shape[2]
@@ -276,7 +278,7 @@ class Attention(nn.Module):
         k_BGSK = scheme.rotate(k_BGSK, k_positions_BS, "key")
         values_BHS = scheme.token_value(context_BSC)
         if cache is not None:
-            k_BGSK, v_BGSK = cache.extend(layer, k_BGSK, v_BGSK)
+            k_BGSK, v_BGSK = (x.to(q_BHTK.dtype) for x in cache.extend(layer, k_BGSK, v_BGSK))
             values_BHS = cache.extend_values(layer, values_BHS)
         if values_BHS is not None:
             value_bias_BHTS = scheme.value_bias(values_BHS, q_BHTK.shape[2])

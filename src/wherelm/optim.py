@@ -30,7 +30,7 @@ class MuonConfig:
     """Muon for the matrices of the blocks, AdamW for the embedding, the head and all vectors."""
 
     name: str = "muon"
-    learning_rate: float = 0.01
+    learning_rate: float = 0.005
     momentum: float = 0.95
     weight_decay: float = 0.0
     embedding_learning_rate: float = 0.01

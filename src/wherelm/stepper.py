@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from wherelm.attention import KeyValueCache, Mask, attend
 from wherelm.model import Block, Decoder, capped
-from wherelm.runtime import for_products
+from wherelm.runtime import for_products, step_dtype
 from wherelm.schemes import PositionScheme
 
-LARGE = 1 << 17  # weights of a matrix that is worth sharing out to threads
+LARGE = 1 << 17  # weights of a matrix that is worth sharing out to threads, and worth bfloat16
 FEW = 8  # rows
 
 EVERY_KEY = Mask(False, None, "no mask (one query after all of its keys)")
@@ -29,14 +29,19 @@ class Product:
     """x W^T + b for a few rows, W and b those of linear layers that read the same input.
 
     torch reads the float32 weights of such a product with one thread on a CPU; a batch of as many
-    pieces of the matrix as there are threads is read by all of them.
+    pieces of the matrix as there are threads is read by all of them. Few weights are float32 there
+    whatever the model's are: a product of them takes half the time.
     """
 
     def __init__(self, *layers: nn.Linear):
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        weight_NC = for_products(weights[0] if len(layers) == 1 else torch.cat(weights))
+        weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
         device, threads = weight_NC.device.type, torch.get_num_threads()
-        self.weight_CN = weight_NC.t()
+        if device == "cpu" and weight_NC.numel() < LARGE:
+            weight_NC = weight_NC.to(step_dtype(weight_NC))
+        else:
+            weight_NC = for_products(weight_NC)
+        self.weight_CN, self.dtype = weight_NC.t(), weight_NC.dtype
         self.bias_N = None if biases[0] is None else torch.cat(biases)
         self.pieces: Tensor | None = None
         large = weight_NC.numel() >= LARGE and weight_NC.shape[0] % threads == 0
@@ -44,6 +49,8 @@ class Product:
             self.pieces = weight_NC.unflatten(0, (threads, -1))
 
     def __call__(self, x_BC: Tensor) -> Tensor:
+        if x_BC.dtype != self.dtype:
+            x_BC = x_BC.to(self.dtype)
         if self.pieces is None:
             y_BN = torch.mm(x_BC, self.weight_CN)
         elif x_BC.shape[0] <= FEW:
@@ -65,12 +72,14 @@ class Norm:
     def __init__(
         self, weight_D: Tensor, eps: float, bias_D: Tensor | None = None, rms: bool = True
     ):
-        self.weight_D, self.bias_D, self.eps, self.rms = weight_D, bias_D, eps, rms
+        dtype = step_dtype(weight_D)
+        self.weight_D, self.eps, self.rms = weight_D.to(dtype), eps, rms
+        self.bias_D = None if bias_D is None else bias_D.to(dtype)
         self.quick = rms and weight_D.device.type == "cpu"
         if self.quick:
             size = weight_D.shape[-1]
-            self.scaled_D = weight_D * size**0.5
-            self.least = weight_D.new_tensor((size * eps) ** 0.5)
+            self.scaled_D = self.weight_D * size**0.5
+            self.least = self.weight_D.new_tensor((size * eps) ** 0.5)
 
     @classmethod
     def of(cls, module: nn.Module) -> Norm:
@@ -144,6 +153,7 @@ class Layer:
             q_BH1K = q_BH1K.reshape(rows, kv_heads, heads // kv_heads, -1)
             if bias_BH1S is not None and bias_BH1S.shape[1] == heads:
                 bias_BH1S = bias_BH1S.unflatten(1, (kv_heads, -1)).squeeze(3)
+        q_BH1K = q_BH1K.to(k_BGSK.dtype)
         y_BH1K = attend(q_BH1K, k_BGSK, v_BGSK, self.scale, EVERY_KEY, bias_BH1S)
         return self.output(y_BH1K.reshape(rows, -1))
 
@@ -171,10 +181,16 @@ class Stepper:
 
     def __call__(self, tokens_B: Tensor, positions_B1: Tensor) -> Tensor:
         """Logits (B, V) behind tokens (B,) at positions (B, 1), which the cache then holds too."""
+        # Each product has chosen its type when it was made.
+        with torch.autocast(tokens_B.device.type, enabled=False):
+            return self.logits(tokens_B, positions_B1)
+
+    def logits(self, tokens_B: Tensor, positions_B1: Tensor) -> Tensor:
         model, cache = self.model, self.cache
         positions_B1 = model.scheme.place(positions_B1, None, cache.capacity)
         cache.advance(positions_B1, None)
-        x_BD = F.embedding(tokens_B, model.embedding.weight) * model.config.width**0.5
+        x_BD = F.embedding(tokens_B, model.embedding.weight)
+        x_BD = x_BD.to(step_dtype(x_BD)) * model.config.width**0.5
         x_BD = model.scheme.embed(x_BD[:, None], positions_B1)[:, 0]
         biases: dict[tuple[PositionScheme, int | None], Tensor | None] = {}
         for layer in self.layers:

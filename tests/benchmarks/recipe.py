@@ -27,7 +27,7 @@ from tests.benchmarks.measure import DISTURBED, ROOT, TRIES, Lap, circumstances,
 
 TEXT = ROOT.parent / "shared" / "corpora" / "tinyshakespeare.txt"
 RECIPE, OURS = "the recipe", "`experiment=shakespeare_characters`"
-LONGER = ["model.context=256", "training.batch_tokens=1536", "training.steps=1400"]
+LONGER = ["model.context=256", "training.batch_tokens=3072", "training.steps=1400"]
 OURS_LONGER = f"the same, `{' '.join(LONGER)}`"
 
 LAYERS, HEADS, WIDTH, CONTEXT = 4, 4, 128, 64
