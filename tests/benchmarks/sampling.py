@@ -34,6 +34,7 @@ from wherelm.model import Decoder, ModelConfig
 from wherelm.schemes import SCHEMES
 from wherelm.seeds import torch_generator
 
+DEVICE = runtime.choose_device("auto")
 VOCABULARY, PROMPT, REPLY, ROWS = 4096, 16, 128, 16
 LAP = 0.6  # seconds at least, for the count of what others used
 SHAPES = {
@@ -57,7 +58,7 @@ def random_llama(shape: dict) -> Decoder:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=torch_generator(0, "parameter", name))
             parameter.copy_(noise if parameter.ndim < 2 else noise * parameter.shape[-1] ** -0.5)
-    return model.eval()
+    return model.to(DEVICE).eval()
 
 
 def half_split(weight: Tensor, heads: int) -> Tensor:
@@ -112,7 +113,7 @@ def as_transformers(model: Decoder):
         }
         weights |= {f"model.layers.{i}.{name}.weight": part for name, part in parts.items()}
     llama.load_state_dict(weights, strict=True)
-    return llama.eval()
+    return llama.to(DEVICE).eval()
 
 
 def random_prompts(rows: int) -> list[list[int]]:
@@ -158,8 +159,9 @@ def contest(model: Decoder, llama, shape: str, rows: int, weights: str) -> Conte
     """Checked to give equal replies, where both compute in float32."""
     prompts = random_prompts(rows)
     longest = max(map(len, prompts))
-    tokens_BT = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    key_mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    tokens_BT = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=DEVICE)
+    # No prompt holds token 0.
+    key_mask_BT = (tokens_BT != 0).long()
 
     def ours() -> list[list[int]]:
         return [reply.tokens for reply in generate(model, prompts, SAMPLING, end=None)]
@@ -222,7 +224,7 @@ def measure(several: Sequence[Contest], rounds: int) -> str:
             spread(times.ratios("ours", "theirs")),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    foot = circumstances("sampling", torch.device("cpu"), ["transformers"])
+    foot = circumstances("sampling", DEVICE, ["transformers"])
     return "\n".join([*lines, "", f"{foot} {left_out(everything)}", ""])
 
 

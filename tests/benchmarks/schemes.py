@@ -40,7 +40,7 @@ def run_configuration(position: str) -> RunConfig:
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         values = hydra.compose("train", ["name=benchmark", f"position={position}"])
     values = OmegaConf.to_container(values, resolve=True)
-    values.pop("resume")
+    del values["resume"], values["ablation"]  # which train.py reads itself
     return run_config(values)
 
 

@@ -1,10 +1,11 @@
 """Training beside Hugging Face's Trainer: real target tokens a second, and peak memory.
 
-The same messages, the same two Llama shapes, everything in turns; each at its own default: the
-Trainer in float32, ours in the precision that `training.precision=auto` takes here, and beside it
-in float32. Padding is nobody's target, so it does not count. Every contestant has a process of its
-own that waits while another trains: two pools of OpenMP threads in one process, of which one
-belongs to the waiting contestant, would halve the speed of both.
+The same messages, the same two Llama shapes, everything in turns; each at its own default: ours in
+the precision that `training.precision=auto` takes here, and beside it in float32, the Trainer in
+float32 (on CUDA, where everybody asks for it, in bfloat16). Padding is nobody's target, so it does
+not count. Every contestant has a process of its own that waits while another trains: two pools of
+OpenMP threads in one process, of which one belongs to the waiting contestant, would halve the speed
+of both.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from wherelm.seeds import numpy_generator
 from wherelm.training import accumulate
 
 MESSAGES, VOCABULARY, LONGEST, PAD = 20_000, 4096, 256, 0
-CPU = torch.device("cpu")
-PRECISION = runtime.choose_precision("auto", CPU)
+DEVICE = runtime.choose_device("auto")
+PRECISION = runtime.choose_precision("auto", DEVICE)
+THEIRS = "bfloat16" if DEVICE.type == "cuda" else "float32"
 BATCH_TOKENS, BATCH_ROWS = 4096, 32  # ours, that of configs/training/default.yaml; the Trainer's
 SHAPES = {
     "S": {"layers": 6, "width": 128, "heads": 4, "mlp_width": 384},
@@ -56,6 +58,7 @@ STEPS = {
     "S": {"ours": 8, "grouped": 50, "random": 6},
     "L": {"ours": 4, "grouped": 50, "random": 4},
 }
+OFTEN = 10 if DEVICE.type == "cuda" else 1  # laps of so many times the steps of our own
 NAMES = {
     "ours": "bucketed, AdamW",
     "float32": "bucketed, AdamW, training.precision=float32",
@@ -88,8 +91,10 @@ class Turns:
         """Ends a lap when its steps are done, and waits until the next is asked for."""
         if self.left == 0:
             if self.watch is not None:
+                if DEVICE.type == "cuda":
+                    torch.cuda.synchronize()
                 lap = self.watch.lap(self.targets)
-                self.line.send((lap, runtime.peak_memory_mb(CPU)))
+                self.line.send((lap, runtime.peak_memory_mb(DEVICE)))
             self.left, self.targets = self.line.recv(), 0
             self.watch = Watch()
         self.left -= 1
@@ -103,6 +108,7 @@ def train_ours(turns: Turns, shape: dict, name: str) -> None:
     scheme = SCHEMES["rope"](SCHEMES["rope"].Config(), config.shape)
     model = Decoder(config, scheme, VOCABULARY).train()
     initialize(model, 0)
+    model.to(DEVICE)
     optimizer = Optimizer(
         model, OPTIMIZERS["muon" if name == "muon" else "adamw"][0](), SCHEDULES["cosine"]()
     )
@@ -112,7 +118,7 @@ def train_ours(turns: Turns, shape: dict, name: str) -> None:
     shape = (BATCH_TOKENS // LONGEST, LONGEST) if name == "compiled" else None
     if name == "compiled":
         model.compile_training()
-    autocast = runtime.autocast("float32" if name == "float32" else PRECISION, CPU)
+    autocast = runtime.autocast("float32" if name == "float32" else PRECISION, DEVICE)
     sampler = Sampler(store.lengths, BATCH_TOKENS, batching, 0, capacity=LONGEST)
     for rows in sampler:
         turns.step()
@@ -175,7 +181,8 @@ def train_theirs(turns: Turns, shape: dict, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=DEVICE.type == "cpu",
+            bf16=THEIRS == "bfloat16",
             per_device_train_batch_size=BATCH_ROWS,
             train_sampling_strategy="group_by_length" if name == "grouped" else "random",
             optim="adamw_torch_fused",
@@ -201,7 +208,7 @@ class Contestant:
 
     def __init__(self, size: str, name: str):
         own = name not in OPPONENTS
-        self.steps = STEPS[size]["ours" if own else name]
+        self.steps = STEPS[size]["ours"] * OFTEN if own else STEPS[size][name]
         self.line, end = multiprocessing.Pipe()
         job = partial(train_ours if own else train_theirs, Turns(end), SHAPES[size], name)
         self.process = multiprocessing.get_context("spawn").Process(target=job, daemon=True)
@@ -233,8 +240,9 @@ def product_rate(size: str) -> float:
     width, inner = shape["width"], shape["mlp_width"]
     rates, dtype = [], getattr(torch, PRECISION)
     for inputs, outputs in ((width, width), (width, inner), (inner, width), (width, VOCABULARY)):
-        x, w = torch.randn(BATCH_TOKENS, inputs).to(dtype), torch.randn(inputs, outputs).to(dtype)
-        out = torch.empty(BATCH_TOKENS, outputs, dtype=dtype)
+        x = torch.randn(BATCH_TOKENS, inputs, dtype=dtype, device=DEVICE)
+        w = torch.randn(inputs, outputs, dtype=dtype, device=DEVICE)
+        out = torch.empty(BATCH_TOKENS, outputs, dtype=dtype, device=DEVICE)
         times = in_turns({"mm": lambda: [torch.mm(x, w, out=out) for _ in range(60)]}, 3, "mm")  # noqa: B023
         flops = 2 * 60 * BATCH_TOKENS * inputs * outputs
         rates.append(max(times.rates("mm", flops)))
@@ -271,7 +279,7 @@ def report(rounds: int, names: Sequence[str]) -> str:
         f"{VOCABULARY:,}; Llama shapes S (width 128, 6 layers, FFN 384, 1.8 M parameters) and L "
         f"(width 384, 6 layers, FFN 768, 10.4 M), tied. Ours in {PRECISION} (what "
         f"`training.precision=auto` takes on this machine) and in batches of {BATCH_TOKENS:,} "
-        f"tokens, the Trainer in float32 and in batches of {BATCH_ROWS} messages with fused "
+        f"tokens, the Trainer in {THEIRS} and in batches of {BATCH_ROWS} messages with fused "
         "AdamW. Rates are real target tokens a second; ratios are to the Trainer in the same "
         f"round, the median of {rounds} rounds and in brackets the smallest and the largest. "
         + left_out(list(measured.values())),
@@ -299,7 +307,7 @@ def report(rounds: int, names: Sequence[str]) -> str:
         cells += [x for o in OPPONENTS for x in (f"{of[o]:.0f}", f"{of['ours'] / of[o]:.2f}")]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ("transformers", "accelerate")
-    lines += ["", circumstances("training", CPU, packages), ""]
+    lines += ["", circumstances("training", DEVICE, packages), ""]
     return "\n".join(lines)
 
 
