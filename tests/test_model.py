@@ -30,6 +30,17 @@ from wherelm.model import MLP, Decoder, ModelConfig, initialize, learned_logits,
 from wherelm.schemes import SCHEMES
 
 
+# `randomised` draws its positions by rows, which no graph holds.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "randomised"])
+def test_a_compiled_decoder_is_one_graph(name):
+    model, batch = random_decoder(name), padded(ragged_store((9, 4, 6)), range(3), "right")
+    torch.compiler.reset()
+    compiled = torch.compile(model.hidden, backend="eager", fullgraph=True)
+    reads = (batch.tokens_BT, batch.positions_BT, batch.key_mask_BT)
+    assert difference(compiled(*reads), model.hidden(*reads)) <= 1e-6
+
+
 def fresh_decoder(name: str = "rope", seed: int = 0, **changes) -> Decoder:
     """As training starts."""
     config = ModelConfig(**{"layers": 2, "width": 64, "heads": 4, "context": 32, **changes})

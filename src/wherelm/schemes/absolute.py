@@ -79,15 +79,20 @@ class Learned(PositionScheme):
         self.table_LD = nn.Parameter(torch.empty(shape.context, shape.width))
 
     def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        # A compiled graph would break in two where a number leaves it; it only trains.
+        if not torch.compiler.is_compiling():
+            self.check(int(positions_BT.max()))
+        return x_BTD + nn.functional.embedding(positions_BT, self.table_LD).to(x_BTD.dtype)
+
+    def check(self, last: int) -> None:
+        """ValueError where the table has no vector for the last position."""
         limit = self.shape.context
-        last = int(positions_BT.max())
         if last >= limit:
             raise ValueError(
                 f"position=learned has vectors for {limit} positions and was asked for position "
                 f"{last}: train with model.context={last + 1} or more, or choose a scheme "
                 "that runs past its trained length"
             )
-        return x_BTD + nn.functional.embedding(positions_BT, self.table_LD).to(x_BTD.dtype)
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         if self.config.start == "sinusoid":
