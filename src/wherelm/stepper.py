@@ -37,15 +37,13 @@ class Product:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
         device, threads = weight_NC.device.type, torch.get_num_threads()
-        if device == "cpu" and weight_NC.numel() < LARGE:
-            weight_NC = weight_NC.to(step_dtype(weight_NC))
-        else:
-            weight_NC = for_products(weight_NC)
+        few = device == "cpu" and weight_NC.numel() < LARGE
+        weight_NC = weight_NC.to(step_dtype(weight_NC)) if few else for_products(weight_NC)
         self.weight_CN, self.dtype = weight_NC.t(), weight_NC.dtype
         self.bias_N = None if biases[0] is None else torch.cat(biases)
         self.pieces: Tensor | None = None
-        large = weight_NC.numel() >= LARGE and weight_NC.shape[0] % threads == 0
-        if large and device == "cpu" and weight_NC.dtype == torch.float32:
+        shared = device == "cpu" and not few and weight_NC.shape[0] % threads == 0
+        if shared and weight_NC.dtype == torch.float32:
             self.pieces = weight_NC.unflatten(0, (threads, -1))
 
     def __call__(self, x_BC: Tensor) -> Tensor:

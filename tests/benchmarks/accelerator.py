@@ -26,8 +26,7 @@ from wherelm.optim import OPTIMIZERS, SCHEDULES, Optimizer
 from wherelm.schemes import SCHEMES
 from wherelm.seeds import numpy_generator
 
-DEVICE = runtime.choose_device("auto")
-PRECISION = runtime.choose_precision("auto", DEVICE)
+DEVICE, PRECISION = training.DEVICE, training.PRECISION
 # GPT-2's 50,257 tokens, filled up to a multiple of 64.
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "dropout": 0.0}
 VOCABULARY, ROWS, STEPS, SIDE = 50_304, 16, 8, 8192
