@@ -62,16 +62,19 @@ def test_steps_give_the_logits_of_each_message_alone(case, variant, monkeypatch)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_stacked_product_equals_its_linear_layers(rows, bias, threads, monkeypatch):
+@pytest.mark.parametrize("large", [0, stepper.LARGE])
+def test_a_stacked_product_equals_its_linear_layers(large, rows, bias, threads, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(stepper, "LARGE", 0)
+    monkeypatch.setattr(stepper, "LARGE", large)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layers = [nn.Linear(5, outputs, bias=bias) for outputs in (6, 3, 3)]
     x_BC = torch.randn(rows, 5)
     with torch.no_grad():
-        product = Product(*layers)
-        assert product.pieces is not None
-        assert len(product.pieces) == threads
+        product = Product(rows, *layers)
+        packed = "packed" if stepper.ONE_DNN else "plain"
+        assert product.form == ("plain" if large else "pieces" if rows == 1 else packed)
+        if product.form == "pieces":
+            assert len(product.weights) == threads
         expected_BN = torch.cat([layer(x_BC) for layer in layers], dim=-1)
         assert difference(product(x_BC), expected_BN) <= 1e-6
 

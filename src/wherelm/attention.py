@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.runtime import for_products, step_dtype
+from wherelm.runtime import for_products
 from wherelm.schemes.base import PositionScheme
 
 SHORT, SHORT_BFLOAT16 = 96, 512  # the most keys that are few, in float32 and in bfloat16
@@ -186,9 +186,8 @@ class KeyValueCache:
         """Stores the newest keys and values of a layer; returns all of them, (B, G, S, K)."""
         if self._layers[layer] is None:
             # A scheme may have widened the keys, in their number of entries and in type.
-            dtype = step_dtype(v_BGTK)
             self._layers[layer] = tuple(
-                x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=dtype)
+                x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=v_BGTK.dtype)
                 for x in (k_BGTK, v_BGTK)
             )
         keys, values = self._layers[layer]

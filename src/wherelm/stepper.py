@@ -19,44 +19,57 @@ from wherelm.model import Block, Decoder, capped
 from wherelm.runtime import for_products, step_dtype
 from wherelm.schemes import PositionScheme
 
-LARGE = 1 << 17  # weights of a matrix that is worth sharing out to threads, and worth bfloat16
-FEW = 8  # rows
+LARGE = 1 << 15  # weights of a matrix that is worth laying out, and worth bfloat16
+# Whether torch has oneDNN's product of laid-out weights, which its own compiler uses on x86.
+ONE_DNN = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 EVERY_KEY = Mask(False, None, "no mask (one query after all of its keys)")
+
+
+def fastest_product(weight_NC: Tensor, rows: int) -> str:
+    """How a CPU multiplies so many rows with these weights in the least time.
+
+    "plain": torch's product. "pieces": a batch of as many pieces of the matrix as there are
+    threads, because torch reads float32 weights for one row with one. "packed": oneDNN's product
+    of weights that were laid out for it once.
+    """
+    if weight_NC.device.type != "cpu" or weight_NC.numel() < LARGE:
+        return "plain"
+    if rows == 1 and weight_NC.dtype == torch.float32:
+        return "plain" if weight_NC.shape[0] % torch.get_num_threads() else "pieces"
+    known = weight_NC.dtype in (torch.float32, torch.bfloat16)
+    return "packed" if known and ONE_DNN else "plain"
 
 
 class Product:
     """x W^T + b for a few rows, W and b those of linear layers that read the same input.
 
-    torch reads the float32 weights of such a product with one thread on a CPU; a batch of as many
-    pieces of the matrix as there are threads is read by all of them. Few weights are float32 there
-    whatever the model's are: a product of them takes half the time.
+    On a CPU a small matrix is float32 whatever the model's type is: that takes half the time.
     """
 
-    def __init__(self, *layers: nn.Linear):
+    def __init__(self, rows: int, *layers: nn.Linear):
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         weight_NC = weights[0] if len(layers) == 1 else torch.cat(weights)
-        device, threads = weight_NC.device.type, torch.get_num_threads()
-        few = device == "cpu" and weight_NC.numel() < LARGE
-        weight_NC = weight_NC.to(step_dtype(weight_NC)) if few else for_products(weight_NC)
-        self.weight_CN, self.dtype = weight_NC.t(), weight_NC.dtype
         self.bias_N = None if biases[0] is None else torch.cat(biases)
-        self.pieces: Tensor | None = None
-        shared = device == "cpu" and not few and weight_NC.shape[0] % threads == 0
-        if shared and weight_NC.dtype == torch.float32:
-            self.pieces = weight_NC.unflatten(0, (threads, -1))
+        small = weight_NC.device.type == "cpu" and weight_NC.numel() < LARGE
+        weight_NC = weight_NC.to(step_dtype(weight_NC)) if small else for_products(weight_NC)
+        self.dtype, self.form = weight_NC.dtype, fastest_product(weight_NC, rows)
+        if self.form == "packed":
+            self.weights = torch.ops.mkldnn._reorder_linear_weight(weight_NC.detach(), rows)
+        elif self.form == "pieces":
+            self.weights = weight_NC.unflatten(0, (torch.get_num_threads(), -1))
+        else:
+            self.weights = weight_NC.t()
 
     def __call__(self, x_BC: Tensor) -> Tensor:
         if x_BC.dtype != self.dtype:
             x_BC = x_BC.to(self.dtype)
-        if self.pieces is None:
-            y_BN = torch.mm(x_BC, self.weight_CN)
-        elif x_BC.shape[0] <= FEW:
-            x_CB = x_BC.t().expand(self.pieces.shape[0], -1, -1)
-            y_BN = torch.bmm(self.pieces, x_CB).flatten(0, 1).t().contiguous()
+        if self.form == "packed":
+            y_BN = torch.ops.mkldnn._linear_pointwise(x_BC, self.weights, None, "none", [], "")
+        elif self.form == "pieces":
+            y_BN = torch.bmm(self.weights, x_BC.t().expand(len(self.weights), -1, -1)).view(1, -1)
         else:
-            x = x_BC.expand(self.pieces.shape[0], -1, -1)
-            y_BN = torch.bmm(x, self.pieces.mT).transpose(0, 1).flatten(1)
+            y_BN = torch.mm(x_BC, self.weights)
         return y_BN if self.bias_N is None else y_BN + self.bias_N
 
 
@@ -96,7 +109,7 @@ class Norm:
 class Layer:
     """A block for one query a row."""
 
-    def __init__(self, block: Block, scheme: PositionScheme, window: int | None):
+    def __init__(self, rows: int, block: Block, scheme: PositionScheme, window: int | None):
         attention, mlp = block.attention, block.mlp
         self.number, self.scheme, self.window = block.layer, scheme, window
         self.heads, self.kv_heads = attention.heads, attention.kv_heads
@@ -105,10 +118,10 @@ class Layer:
             ones_K = torch.ones_like(attention.query.weight[: attention.head_width, 0])
             self.qk_norm = Norm(ones_K, eps=1e-6)
         self.attention_norm, self.mlp_norm = Norm.of(block.attention_norm), Norm.of(block.mlp_norm)
-        self.project = Product(attention.query, attention.key, attention.value)
-        self.output, self.down = Product(attention.output), Product(mlp.down)
+        self.project = Product(rows, attention.query, attention.key, attention.value)
+        self.output, self.down = Product(rows, attention.output), Product(rows, mlp.down)
         self.kind = mlp.kind
-        self.up = Product(mlp.gate, mlp.up) if self.kind == "swiglu" else Product(mlp.up)
+        self.up = Product(rows, *((mlp.gate, mlp.up) if self.kind == "swiglu" else (mlp.up,)))
 
     def __call__(
         self, x_BD: Tensor, positions_B1: Tensor, bias_BH1S: Tensor | None, cache: KeyValueCache
@@ -129,7 +142,9 @@ class Layer:
         self, x_BD: Tensor, positions_B1: Tensor, bias_BH1S: Tensor | None, cache: KeyValueCache
     ) -> Tensor:
         rows, heads, kv_heads = x_BD.shape[0], self.heads, self.kv_heads
-        projected = self.project(x_BD).view(rows, heads + 2 * kv_heads, 1, -1)
+        projected = self.project(x_BD)
+        dtype = step_dtype(projected)
+        projected = projected.to(dtype).view(rows, heads + 2 * kv_heads, 1, -1)
         both, v_BG1K = projected.split((heads + kv_heads, kv_heads), dim=1)
         if self.qk_norm is not None:
             both = self.qk_norm(both)
@@ -151,7 +166,7 @@ class Layer:
             q_BH1K = q_BH1K.reshape(rows, kv_heads, heads // kv_heads, -1)
             if bias_BH1S is not None and bias_BH1S.shape[1] == heads:
                 bias_BH1S = bias_BH1S.unflatten(1, (kv_heads, -1)).squeeze(3)
-        q_BH1K = q_BH1K.to(k_BGSK.dtype)
+        q_BH1K, k_BGSK, v_BGSK = (x.to(dtype) for x in (q_BH1K, k_BGSK, v_BGSK))
         y_BH1K = attend(q_BH1K, k_BGSK, v_BGSK, self.scale, EVERY_KEY, bias_BH1S)
         return self.output(y_BH1K.reshape(rows, -1))
 
@@ -164,11 +179,12 @@ class Stepper:
 
     def __init__(self, model: Decoder, cache: KeyValueCache):
         self.model, self.cache = model, cache
+        rows = cache.positions_BS.shape[0]
         self.layers = [
-            Layer(block, model.scheme.for_layer(block.layer), model.window(block.layer))
+            Layer(rows, block, model.scheme.for_layer(block.layer), model.window(block.layer))
             for block in model.blocks
         ]
-        self.final_norm, self.head = Norm.of(model.final_norm), Product(model.head)
+        self.final_norm, self.head = Norm.of(model.final_norm), Product(rows, model.head)
         # 0 where a slot may be read and -inf where the prompt is padded.
         self.padding_B11S: Tensor | None = None
         if cache.any_padding:

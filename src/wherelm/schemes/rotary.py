@@ -41,9 +41,8 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     [x0, x1] becomes [x0 cos a - x1 sin a, x0 sin a + x1 cos a]: a complex product, which is the
     fastest form on a CPU. float64 stays float64; everything else is turned in float32.
     """
-    table = table_BTP[:, None]
-    pairs = torch.view_as_complex(wide(x_BHTK).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table).flatten(-2).to(x_BHTK.dtype)
+    pairs = torch.view_as_complex(wide(x_BHTK).view(*x_BHTK.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * table_BTP.unsqueeze(1)).flatten(-2).to(x_BHTK.dtype)
 
 
 def linear_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
