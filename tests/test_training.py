@@ -239,6 +239,15 @@ def test_the_design_folder_of_a_run_is_described(fit, tmp_path):
     assert Path(tmp_path / "run" / "curve.png").stat().st_size > 5000
 
 
+def test_every_line_of_the_metrics_counts_the_targets_learned_so_far(fit, tmp_path):
+    summary = fit("run", evaluation={"every": 2})
+    lines = metrics(tmp_path / "run")
+    assert [line["targets"] for line in lines] == sorted(line["targets"] for line in lines)
+    final = [line for line in lines if line.get("final")]
+    assert {line["split"] for line in final} >= {"validation"}
+    assert {line["targets"] for line in final} == {summary["targets"]}
+
+
 def test_every_learned_target_is_counted_at_its_position(fit, tmp_path):
     summary = fit("run", training={"micro_tokens": 64})
     counts = trained_positions(tmp_path / "run")

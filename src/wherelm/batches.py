@@ -127,8 +127,9 @@ class TokenStore:
 
     def trained_positions(self) -> np.ndarray:
         """How many learned targets stand at each input position."""
-        inputs = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], np.diff(self.offsets)) - 1
-        return np.bincount(inputs[self.learned & (inputs >= 0)])
+        at_N = np.flatnonzero(self.learned)
+        inputs_N = at_N - self.offsets[np.searchsorted(self.offsets, at_N, side="right") - 1] - 1
+        return np.bincount(inputs_N[inputs_N >= 0])
 
 
 Rows = np.ndarray | list[np.ndarray]

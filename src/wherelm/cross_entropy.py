@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from wherelm.runtime import for_products
+from wherelm.runtime import for_products, wide
 
 CHUNK = 2**21  # logits that exist at once, but for huge V: they stay in a processor's cache
 MULTIPLE = 64  # of rows in a chunk: few shapes, for each of which kernels are compiled
@@ -36,7 +36,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, weight_VD, targets_N, softcap):
         learns = any(ctx.needs_input_grad)
-        loss = x_ND.new_zeros((), dtype=_wide(x_ND.dtype))
+        loss = wide(x_ND.new_zeros(()))
         x_grad_ND = torch.empty_like(x_ND) if learns else None
         weight_grad_VD = torch.zeros_like(weight_VD) if learns else None
         count = len(x_ND)
@@ -51,7 +51,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             x_CD, targets_C1 = x_ND[chunk], targets_N[chunk, None]
             logits_CV = x_CD @ weight_VD.T
-            logits_CV = capped(logits_CV.to(_wide(logits_CV.dtype)), softcap)
+            logits_CV = capped(wide(logits_CV), softcap)
             slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
             # In place, for a chunk in the cache is worth more than a softmax in one pass.
             logits_CV -= logits_CV.amax(-1, keepdim=True)
@@ -77,7 +77,3 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         x_grad_ND, weight_grad_VD = ctx.saved_tensors
         return x_grad_ND * grad, weight_grad_VD * grad, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32

@@ -62,6 +62,11 @@ def for_products(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """float64 as it is, everything else in float32: for what a cast of the model must not blur."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def step_dtype(x: torch.Tensor) -> torch.dtype:
     """The type between the large products of one query: at least float32 on a CPU.
 

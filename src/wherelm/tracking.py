@@ -122,7 +122,9 @@ def draw_curve(folder: Path) -> None:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    # A layout that looks for its margins would draw everything twice.
+    margins = {"left": 0.1, "right": 0.98, "bottom": 0.13, "top": 0.97}
+    figure, axes = pyplot.subplots(figsize=(7, 4), gridspec_kw=margins)
     train = [line for line in lines if "split" not in line]
     axes.plot([p["targets"] for p in train], [p["loss"] for p in train], label="training", lw=0.8)
     watched = [line for line in lines if line.get("split") == "validation"]

@@ -158,7 +158,8 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
 
     found = measure(model, data, config, state, scores, root, folder, autocast)
     for split, figures in found["splits"].items():
-        tracker.write(step=state.step, split=split, final=True, **figures)
+        line = {**figures, "targets": state.targets}
+        tracker.write(step=state.step, split=split, final=True, **line)
     watched = data.stores["validation"]
     (folder / "samples.txt").write_text(write_samples(model, data.tokenizer, watched), "utf-8")
     tracker.close()

@@ -104,11 +104,6 @@ def float64_positions(positions_BT: Tensor) -> Tensor:
     return positions_BT.double()
 
 
-def wide(x: Tensor) -> Tensor:
-    """float64 as it is, everything else in float32: a cast of the model leaves a scheme exact."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def expect_base(base: float) -> None:
     """ValueError for a base whose frequencies do not fall."""
     if base <= 1:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, wide
+from wherelm.runtime import wide
+from wherelm.schemes.base import PositionScheme, Shape
 
 
 class ForgetGate(PositionScheme):

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, wide
+from wherelm.runtime import wide
+from wherelm.schemes.base import PositionScheme, Shape
 
 
 def distances(q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
