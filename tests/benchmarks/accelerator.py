@@ -13,18 +13,15 @@ from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-import yaml
 
 from tests.benchmarks import sampling, training
-from tests.benchmarks.measure import ROOT, circumstances, in_turns, left_out, spread, write
+from tests.benchmarks.decoders import decoder, full_rows
+from tests.benchmarks.measure import circumstances, in_turns, left_out, spread, write
 from wherelm import runtime
-from wherelm.batches import Batch, TokenStore, collate
-from wherelm.model import Decoder, ModelConfig, initialize
+from wherelm.batches import Batch
+from wherelm.model import Decoder
 from wherelm.optim import OPTIMIZERS, SCHEDULES, Optimizer
-from wherelm.schemes import SCHEMES
-from wherelm.seeds import numpy_generator
 
 DEVICE, PRECISION = training.DEVICE, training.PRECISION
 # GPT-2's 50,257 tokens, filled up to a multiple of 64.
@@ -36,27 +33,6 @@ RUNS = {
     "AdamW, training.compile=true": ("adamw", True),
     "Muon, training.compile=true": ("muon", True),
 }
-
-
-def decoder(shape: dict, vocabulary: int, compiled: bool) -> Decoder:
-    """`configs/model/gpt2.yaml` in this shape, with learned positions."""
-    values = yaml.safe_load((ROOT / "configs" / "model" / "gpt2.yaml").read_text())
-    config = ModelConfig(**{**values, **shape})
-    model = Decoder(
-        config, SCHEMES["learned"](SCHEMES["learned"].Config(), config.shape), vocabulary
-    )
-    initialize(model, 0)
-    if compiled:
-        model.compile_training()
-    return model.to(DEVICE).train()
-
-
-def full_rows(context: int, vocabulary: int, rows: int) -> Batch:
-    """Random tokens without padding, every target learned."""
-    ids = numpy_generator(0, "accelerator").integers(1, vocabulary, rows * (context + 1))
-    offsets = np.arange(rows + 1) * (context + 1)
-    store = TokenStore(ids, np.ones(len(ids), bool), offsets)
-    return collate(store, range(rows), 0).to(DEVICE)
 
 
 def train(model: Decoder, optimizer: Optimizer, batch: Batch, steps: int) -> int:
@@ -92,9 +68,11 @@ def peak(side: int, rounds: int) -> float:
 
 def utilisation(shape: dict, vocabulary: int, rows: int, side: int, rounds: int) -> str:
     """The report of the decoder of this shape, as Markdown."""
-    batch, models, jobs = full_rows(shape["context"], vocabulary, rows), {}, {}
+    batch, models, jobs = full_rows(rows, shape["context"], vocabulary, DEVICE), {}, {}
     for name, (kind, compiled) in RUNS.items():
-        models[name] = decoder(shape, vocabulary, compiled)
+        models[name] = decoder("gpt2", "learned", vocabulary, DEVICE, shape)
+        if compiled:
+            models[name].compile_training()
         optimizer = Optimizer(models[name], OPTIMIZERS[kind][0](), SCHEDULES["constant"]())
         jobs[name] = partial(train, models[name], optimizer, batch, STEPS)
         train(models[name], optimizer, batch, 2)

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import yaml
 from torch import Tensor
 
+from tests.benchmarks.decoders import decoder
 from tests.benchmarks.measure import (
-    ROOT,
     Times,
     Work,
     circumstances,
@@ -30,8 +29,7 @@ from tests.benchmarks.measure import (
 )
 from wherelm import runtime
 from wherelm.generate import Sampling, generate
-from wherelm.model import Decoder, ModelConfig
-from wherelm.schemes import SCHEMES
+from wherelm.model import Decoder
 from wherelm.seeds import torch_generator
 
 DEVICE = runtime.choose_device("auto")
@@ -50,10 +48,7 @@ def random_llama(shape: dict) -> Decoder:
     Norms of either sign keep a tied head from repeating the token that it read: equal replies would
     say little then.
     """
-    values = yaml.safe_load((ROOT / "configs" / "model" / "llama.yaml").read_text())
-    config = ModelConfig(**{**values, "context": 256, **shape})
-    scheme = SCHEMES["rope"](SCHEMES["rope"].Config(), config.shape)
-    model = Decoder(config, scheme, VOCABULARY)
+    model = decoder("llama", "rope", VOCABULARY, torch.device("cpu"), {"context": 256, **shape})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=torch_generator(0, "parameter", name))

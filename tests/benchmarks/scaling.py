@@ -24,9 +24,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import yaml
 from tqdm import tqdm
 
+from tests.benchmarks.decoders import decoder, full_rows
 from tests.benchmarks.measure import (
     ROOT,
     Times,
@@ -37,11 +37,7 @@ from tests.benchmarks.measure import (
     write,
 )
 from wherelm import runtime
-from wherelm.batches import TokenStore, collate
-from wherelm.model import Decoder, ModelConfig, initialize
 from wherelm.optim import OPTIMIZERS, POLAR_EXPRESS, SCHEDULES, Optimizer
-from wherelm.schemes import SCHEMES
-from wherelm.seeds import numpy_generator
 from wherelm.training import accumulate
 
 HEAD_WIDTH = 32
@@ -102,20 +98,13 @@ class Trained:
     """The default model and optimiser at a point, and one batch that it trains on again."""
 
     def __init__(self, point: Point):
-        values = yaml.safe_load((ROOT / "configs" / "model" / "small.yaml").read_text())
         shape = {"layers": point.layers, "width": point.width, "context": point.context}
         shape |= {"heads": point.width // HEAD_WIDTH, "mlp_width": point.width}
-        config = ModelConfig(**{**values, **shape})
-        scheme = SCHEMES["rope"](SCHEMES["rope"].Config(), config.shape)
-        self.model = Decoder(config, scheme, point.vocabulary).train()
-        initialize(self.model, 0)
+        cpu, rows = torch.device("cpu"), point.batch // point.context
+        self.model = decoder("small", "rope", point.vocabulary, cpu, shape)
         self.optimizer = Optimizer(self.model, OPTIMIZERS["muon"][0](), SCHEDULES["wsd"]())
-        self.config = SimpleNamespace(model=config, seed=0)
-        rows, tokens = point.batch // point.context, point.context + 1
-        generator = numpy_generator(0, "benchmark tokens")
-        ids = generator.integers(1, point.vocabulary, rows * tokens)
-        store = TokenStore(ids, np.ones(len(ids), bool), np.arange(rows + 1) * tokens)
-        self.batch = collate(store, range(rows), 0)
+        self.config = SimpleNamespace(model=self.model.config, seed=0)
+        self.batch = full_rows(rows, point.context, point.vocabulary, cpu)
 
     def steps(self, count: int) -> int:
         """Trains so many steps; returns the number of tokens."""

@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         sweep(folder / "warm", 1, "position=rope", "ablation.seeds=1")
         line, others = overhead(folder / "long", options.steps)
-        short = max(1, options.steps // 5)
+        short = max(1, options.steps // 2)
         times = at_once(folder, short, options.rounds)
     write(report(line, others, times, short), "sweeps")
     return 0

@@ -23,10 +23,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import yaml
 
+from tests.benchmarks.decoders import decoder
 from tests.benchmarks.measure import (
-    ROOT,
     Lap,
     Times,
     Watch,
@@ -38,9 +37,7 @@ from tests.benchmarks.measure import (
 )
 from wherelm import runtime
 from wherelm.batches import Sampler, TokenStore, collate
-from wherelm.model import Decoder, ModelConfig, initialize
 from wherelm.optim import OPTIMIZERS, SCHEDULES, Optimizer
-from wherelm.schemes import SCHEMES
 from wherelm.seeds import numpy_generator
 from wherelm.training import accumulate
 
@@ -103,19 +100,15 @@ class Turns:
 def train_ours(turns: Turns, shape: dict, name: str) -> None:
     """The pieces of `training.fit`, in its order."""
     runtime.keep_freed_memory()
-    values = yaml.safe_load((ROOT / "configs" / "model" / "llama.yaml").read_text())
-    config = ModelConfig(**{**values, "context": LONGEST, "tied": True, **shape})
-    scheme = SCHEMES["rope"](SCHEMES["rope"].Config(), config.shape)
-    model = Decoder(config, scheme, VOCABULARY).train()
-    initialize(model, 0)
-    model.to(DEVICE)
+    shape = {"context": LONGEST, "tied": True, **shape}
+    model = decoder("llama", "rope", VOCABULARY, DEVICE, shape)
     optimizer = Optimizer(
         model, OPTIMIZERS["muon" if name == "muon" else "adamw"][0](), SCHEDULES["cosine"]()
     )
-    run = SimpleNamespace(model=config, seed=0)
+    run = SimpleNamespace(model=model.config, seed=0)
     store = messages()
     batching = "packed" if name in ("packed", "compiled") else "bucketed"
-    shape = (BATCH_TOKENS // LONGEST, LONGEST) if name == "compiled" else None
+    rectangle = (BATCH_TOKENS // LONGEST, LONGEST) if name == "compiled" else None
     if name == "compiled":
         model.compile_training()
     autocast = runtime.autocast("float32" if name == "float32" else PRECISION, DEVICE)
@@ -123,7 +116,7 @@ def train_ours(turns: Turns, shape: dict, name: str) -> None:
     for rows in sampler:
         turns.step()
         parts = sampler.micro_batches(rows, BATCH_TOKENS)
-        batches = [collate(store, part, PAD, shape=shape) for part in parts]
+        batches = [collate(store, part, PAD, shape=rectangle) for part in parts]
         accumulate(model, batches, run, 0, autocast)
         optimizer.step(0.5, 1.0)
         turns.targets += sum(batch.targets for batch in batches)
