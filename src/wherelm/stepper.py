@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.attention import KeyValueCache, Mask, attend
+from wherelm.attention import KeyValueCache
 from wherelm.model import Block, Decoder, capped
 from wherelm.runtime import for_products, step_dtype
 from wherelm.schemes import PositionScheme
@@ -22,8 +22,6 @@ from wherelm.schemes import PositionScheme
 LARGE = 1 << 15  # weights of a matrix that is worth laying out, and worth bfloat16
 # Whether torch has oneDNN's product of laid-out weights, which its own compiler uses on x86.
 ONE_DNN = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-
-EVERY_KEY = Mask(False, None, "no mask (one query after all of its keys)")
 
 
 def fastest_product(weight_NC: Tensor, rows: int) -> str:
@@ -56,6 +54,7 @@ class Product:
         self.dtype, self.form = weight_NC.dtype, fastest_product(weight_NC, rows)
         if self.form == "packed":
             self.weights = torch.ops.mkldnn._reorder_linear_weight(weight_NC.detach(), rows)
+            self.packed_product = torch.ops.mkldnn._linear_pointwise.default
         elif self.form == "pieces":
             self.weights = weight_NC.unflatten(0, (torch.get_num_threads(), -1))
         else:
@@ -65,7 +64,7 @@ class Product:
         if x_BC.dtype != self.dtype:
             x_BC = x_BC.to(self.dtype)
         if self.form == "packed":
-            y_BN = torch.ops.mkldnn._linear_pointwise(x_BC, self.weights, None, "none", [], "")
+            y_BN = self.packed_product(x_BC, self.weights, None, "none", [], "")
         elif self.form == "pieces":
             y_BN = torch.bmm(self.weights, x_BC.t().expand(len(self.weights), -1, -1)).view(1, -1)
         else:
@@ -145,12 +144,12 @@ class Layer:
         projected = self.project(x_BD)
         dtype = step_dtype(projected)
         projected = projected.to(dtype).view(rows, heads + 2 * kv_heads, 1, -1)
-        both, v_BG1K = projected.split((heads + kv_heads, kv_heads), dim=1)
+        both, v_BG1K = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_norm is not None:
             both = self.qk_norm(both)
         if self.scheme.turns_alike:
             both = self.scheme.rotate(both, positions_B1, "key")
-        q_BH1K, k_BG1K = both.split((heads, kv_heads), dim=1)
+        q_BH1K, k_BG1K = both.split_with_sizes((heads, kv_heads), 1)
         if not self.scheme.turns_alike:
             q_BH1K = self.scheme.rotate(q_BH1K, positions_B1, "query")
             k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
@@ -166,8 +165,13 @@ class Layer:
             q_BH1K = q_BH1K.reshape(rows, kv_heads, heads // kv_heads, -1)
             if bias_BH1S is not None and bias_BH1S.shape[1] == heads:
                 bias_BH1S = bias_BH1S.unflatten(1, (kv_heads, -1)).squeeze(3)
-        q_BH1K, k_BGSK, v_BGSK = (x.to(dtype) for x in (q_BH1K, k_BGSK, v_BGSK))
-        y_BH1K = attend(q_BH1K, k_BGSK, v_BGSK, self.scale, EVERY_KEY, bias_BH1S)
+        y_BH1K = F.scaled_dot_product_attention(
+            q_BH1K.to(dtype),
+            k_BGSK.to(dtype),
+            v_BGSK.to(dtype),
+            attn_mask=None if bias_BH1S is None else bias_BH1S.to(dtype),
+            scale=self.scale,
+        )
         return self.output(y_BH1K.reshape(rows, -1))
 
 
