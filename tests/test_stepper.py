@@ -13,7 +13,7 @@ from torch import nn
 
 from wherelm import stepper
 from wherelm.attention import KeyValueCache
-from wherelm.runtime import autocast
+from wherelm.runtime import autocast, multiplies_bfloat16
 from wherelm.stepper import Norm, Product, Stepper
 
 CPU = torch.device("cpu")
@@ -77,6 +77,22 @@ def test_a_stacked_product_equals_its_linear_layers(large, rows, bias, threads, 
             assert len(product.weights) == threads
         expected_BN = torch.cat([layer(x_BC) for layer in layers], dim=-1)
         assert difference(product(x_BC), expected_BN) <= 1e-6
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bfloat16_is_laid_out_for_one_dnn_only_where_the_processor_multiplies_it(
+    emulated, monkeypatch
+):
+    monkeypatch.setattr(stepper, "LARGE", 0)
+    if emulated:
+        monkeypatch.setattr(stepper, "multiplies_bfloat16", lambda device: False)
+    torch.manual_seed(0)
+    layer, x_BC = nn.Linear(5, 6).bfloat16(), torch.randn(3, 5)
+    with torch.no_grad():
+        product = Product(3, layer)
+        laid_out = stepper.ONE_DNN and multiplies_bfloat16(CPU) and not emulated
+        assert product.form == ("packed" if laid_out else "plain")
+        assert difference(product(x_BC).float(), layer(x_BC.bfloat16()).float()) <= 0.02
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])

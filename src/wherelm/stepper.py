@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wherelm.attention import KeyValueCache
 from wherelm.model import Block, Decoder, capped
-from wherelm.runtime import for_products, step_dtype
+from wherelm.runtime import for_products, multiplies_bfloat16, step_dtype
 from wherelm.schemes import PositionScheme
 
 LARGE = 1 << 15  # weights of a matrix that is worth laying out, and worth bfloat16
@@ -35,8 +35,9 @@ def fastest_product(weight_NC: Tensor, rows: int) -> str:
         return "plain"
     if rows == 1 and weight_NC.dtype == torch.float32:
         return "plain" if weight_NC.shape[0] % torch.get_num_threads() else "pieces"
-    known = weight_NC.dtype in (torch.float32, torch.bfloat16)
-    return "packed" if known and ONE_DNN else "plain"
+    # Where bfloat16 would be emulated, oneDNN has no such product.
+    half = weight_NC.dtype == torch.bfloat16 and multiplies_bfloat16(weight_NC.device)
+    return "packed" if ONE_DNN and (half or weight_NC.dtype == torch.float32) else "plain"
 
 
 class Product:
