@@ -376,8 +376,11 @@ class Answerer:
             else:
                 print("" if streamed else f"> {shown(prompt)}\n{text}\n")
         sys.stdout.flush()
-        lengths = [len(i) + len(r.tokens) for i, r in zip(ids, replies, strict=True)]
-        past = sum(length > context + 1 for length in lengths)
+        # The last token of a reply has been read only where the end came behind it.
+        read = [
+            len(i) + len(r.tokens) - (r.finish != "end") for i, r in zip(ids, replies, strict=True)
+        ]
+        past = sum(length > context for length in read)
         if past:
             what = "the reply ran" if len(replies) == 1 else f"{past} replies ran"
             warn(f"{what} past the trained length of {context} tokens (model.context)")

@@ -45,6 +45,7 @@ def main(values: DictConfig) -> None:
         sys.exit(2)
     if summary["status"] == "interrupted":
         print(f"stopped at step {summary['step']}; go on with: python train.py resume={folder}")
+    if summary["exit_code"]:
         sys.exit(summary["exit_code"])
 
 
@@ -70,7 +71,7 @@ def run_job(values: dict[str, Any], folder: Path) -> None:
         return
     finally:
         torch.set_num_threads(threads)  # for the next job in this process
-    if summary["status"] == "interrupted":
+    if summary["exit_code"]:
         ablation.stop(folder.parent, summary["exit_code"])
 
 

@@ -119,12 +119,14 @@ def test_a_folder_says_how_far_its_job_came_and_what_of_it_is_kept(tmp_path):
     assert job.status == "missing"
 
 
-def tuned(sweep, best, settings):
+def tuned(sweep, best, settings, first_seed=0):
     """The rates that tuning picks where an arm's loss is a parabola around its best rate."""
     # Not at the top: Hydra executes the modules of its plugins anew when it looks for them.
     from hydra_plugins.wherelm_sweeper import AblationSweeper
 
     arms = [arm(name) for name in best]
+    for each in arms:
+        each.config["seed"] = first_seed
     sweeper = AblationSweeper(max_batch_size=None)
     sweeper.folder, sweeper.progress = sweep, Progress(99)
 
@@ -152,6 +154,13 @@ def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_pa
         for rate in (0.0025, 0.005, 0.01, 0.02)
         for seed in seeds
     }
+
+
+def test_tuning_never_meets_a_final_seed_wherever_those_begin(tmp_path):
+    most = AblationConfig(seeds=ablation.TUNING_SEED - 1, tune=True)
+    for first in (0, 998, ablation.TUNING_SEED):
+        _, jobs, _ = tuned(tmp_path / str(first), {"rope": 0.01}, most, first)
+        assert not {job.seed for job in jobs} & set(range(first, first + most.seeds))
 
 
 def test_a_best_rate_at_the_edge_widens_the_grid_for_all_arms(tmp_path, capsys):

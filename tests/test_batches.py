@@ -128,7 +128,7 @@ def test_rows_are_padded_to_their_width_on_the_right_and_to_the_longest_on_the_l
 def test_bucketing_leaves_little_padding():
     store = many(4 * POOL)
     shares = {
-        batching: padding_ledger(store, Sampler(store.lengths, 4096, batching, 1))
+        batching: padding_ledger(store, Sampler(store.lengths, 4096, batching, 1), 4096)
         for batching in ("bucketed", "padded")
     }
     assert shares["bucketed"]["padding_share"] < 0.05 < shares["padded"]["padding_share"]
@@ -275,13 +275,16 @@ def test_micro_batches_are_the_batch_in_portions_of_the_budget(batching):
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "padded", "packed"])
-def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching):
+@pytest.mark.parametrize(("budget", "shape"), [(2048, None), (512, None), (2048, (16, 128))])
+def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching, budget, shape):
     store = many(2000)
+    if shape is not None and batching != "packed":
+        pytest.skip("only packed rows have one shape")
     sampler = Sampler(store.lengths, 2048, batching, seed=1, capacity=128)
-    parts = [p for rows in sampler.batches_of(0) for p in sampler.micro_batches(rows, 2048)]
-    masks = [collate(store, rows, PAD).key_mask_BT for rows in parts]
+    parts = [p for rows in sampler.batches_of(0) for p in sampler.micro_batches(rows, budget)]
+    masks = [collate(store, rows, PAD, shape=shape).key_mask_BT for rows in parts]
     empty = sum(int((~mask).sum()) for mask in masks)
-    ledger = padding_ledger(store, sampler)
+    ledger = padding_ledger(store, sampler, budget, shape)
     assert ledger["padding"] == empty
     assert ledger["padding_share"] == round(empty / sum(mask.numel() for mask in masks), 4)
 
@@ -289,7 +292,7 @@ def test_the_ledger_counts_the_empty_slots_of_the_batches_themselves(batching):
 def test_packing_leaves_less_padding_than_padded_rows():
     store = many(2000)
     shares = [
-        padding_ledger(store, Sampler(store.lengths, 2048, batching, 1, capacity=128))[
+        padding_ledger(store, Sampler(store.lengths, 2048, batching, 1, capacity=128), 2048)[
             "padding_share"
         ]
         for batching in ("packed", "padded")

@@ -79,8 +79,9 @@ def test_temperature_one_half_squares_the_odds():
     torch.testing.assert_close(p_BV, expected)
 
 
-def test_the_smallest_temperature_stays_finite_and_takes_the_likeliest():
-    p_BV = divide_by_temperature(torch.tensor([[70.0, 80.0, -90.0]]), 1e-40).softmax(-1)
+@pytest.mark.parametrize("temperature", [1e-40, 1e-46, 5e-324])
+def test_the_smallest_temperature_stays_finite_and_takes_the_likeliest(temperature):
+    p_BV = divide_by_temperature(torch.tensor([[70.0, 80.0, -90.0]]), temperature).softmax(-1)
     assert p_BV.tolist() == [[0.0, 1.0, 0.0]]
 
 

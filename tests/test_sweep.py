@@ -197,6 +197,8 @@ WRONG = {
     "ablation.seeds=0": "ablation.seeds=0: expected 1 to 999",
     "ablation.sedes=3": "ablation.sedes: no such key; did you mean ablation.seeds?",
     "seed=1,2": "seed=…: a sweep draws its own; give ablation.seeds=N, and seed=FIRST",
+    "training.threads=1,2": "rope training.threads=2: the same run as rope training.threads=1",
+    "position=rope,none,rope": "rope: the same run as rope",
     "position=rope,alibbi": "position=alibbi: no such option; expected one of alibi",
     "model.width=16,15": "model.heads=2: expected a divisor of width",
     "experiment=nothing": "experiment=nothing: no such option; expected one of",

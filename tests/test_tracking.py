@@ -27,9 +27,9 @@ def test_resuming_appends_and_a_new_run_starts_empty(tmp_path):
         assert [json.loads(line)["step"] for line in lines] == expected
 
 
-def test_cutting_back_drops_later_and_broken_lines(tmp_path):
+def test_cutting_back_drops_later_final_and_broken_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 3}\n{"step": 2}\n{"st')
+    path.write_text('{"step": 1}\n{"step": 3}\n{"step": 2}\n{"step": 2, "final": true}\n{"st')
     cut_back(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 

@@ -108,7 +108,7 @@ def test_the_parts_that_a_run_writes_add_up_to_its_summary(finished):
     summary = json.loads((folder / "summary.json").read_text())
     parts = json.loads((folder / "breakdowns.json").read_text())
     assert set(parts) == {"train", *SPLITS}
-    learned = sum(entry["targets"] for entry in parts["train"]["position"])
+    learned = sum(entry["targets"] for entry in parts["train"]["learned"])
     assert learned == summary["targets"]
     for split, figures in summary["splits"].items():
         kept = np.load(folder / f"scores-{split}.npz")

@@ -57,7 +57,7 @@ def metrics(folder):
 
 def trained_positions(folder):
     """How many targets were learned in each bin of positions, by its first."""
-    bins = json.loads((folder / "breakdowns.json").read_text())["train"]["position"]
+    bins = json.loads((folder / "breakdowns.json").read_text())["train"]["learned"]
     return {entry["from"]: entry["targets"] for entry in bins}
 
 
@@ -197,16 +197,62 @@ def test_only_the_best_and_the_last_checkpoint_are_kept(fit, tmp_path):
 
 
 def test_chained_hashes_tell_other_batches_and_other_orders_apart():
-    def chain(*batches):
+    def chain(*batches, shift=0, learned=True):
+        store = TokenStore.from_lists([([i + shift, 9], [learned, True]) for i in range(4)])
         value = ""
         for batch in batches:
-            value = training.chained_hash(value, np.array(batch))
+            value = training.chained_hash(value, np.array(batch), store)
         return value
 
     assert chain([1, 2], [3]) == chain([1, 2], [3])
-    assert (
-        len({chain([1, 2], [3]), chain([1], [2, 3]), chain([3], [1, 2]), chain([2, 1], [3])}) == 4
-    )
+    orders = {chain([1, 2], [3]), chain([1], [2, 3]), chain([3], [1, 2]), chain([2, 1], [3])}
+    others = {chain([1, 2], [3], shift=1), chain([1, 2], [3], learned=False)}
+    assert len(orders | others) == 6
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_a_run_killed_in_its_final_measurement_makes_no_further_step(
+    fit, tmp_path, monkeypatch, batching
+):
+    changes = {"training": {"batching": batching, "micro_tokens": 64}}
+    straight = fit("run", **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "draw_curve", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit("killed", **changes)
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    resumed = fit("killed", resume=True, **changes)
+    for key in ("status", "step", "targets", "batches_hash", "splits", "validation_loss"):
+        assert resumed[key] == straight[key], key
+    names = [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "killed")] == names
+    keys = ("step", "split", "final", "loss", "targets")
+    lines = [
+        [[line.get(k) for k in keys] for line in metrics(tmp_path / run)]
+        for run in ("run", "killed")
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_a_signal_during_the_final_measurement_lets_it_end_and_is_told(fit, tmp_path, monkeypatch):
+    measure = training.measure
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return measure(*arguments)
+
+    monkeypatch.setattr(training, "measure", interrupted)
+    summary = fit("run")
+    assert (summary["status"], summary["exit_code"]) == ("complete", 130)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 130
+
+
+def test_positions_learned_stand_beside_the_breakdowns_of_an_evaluated_train_split(fit, tmp_path):
+    summary = fit("run", evaluation={"splits": ["train", "validation"]})
+    parts = json.loads((tmp_path / "run" / "breakdowns.json").read_text())["train"]
+    assert sum(entry["targets"] for entry in parts["learned"]) == summary["targets"]
+    evaluated = sum(entry["targets"] for entry in parts["position"])
+    assert evaluated == summary["splits"]["train"]["targets"] != summary["targets"]
 
 
 def test_accumulated_gradients_do_not_depend_on_how_a_batch_is_cut(tmp_path):

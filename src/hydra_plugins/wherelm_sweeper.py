@@ -80,7 +80,7 @@ class AblationSweeper(BasicSweeper):
 
     def arms(self, arguments: Sequence[str], settings: AblationConfig) -> list[Arm]:
         """What is compared, each composed and checked; ValueError before anything is trained."""
-        from wherelm.ablation import Arm
+        from wherelm.ablation import Arm, short_hash
         from wherelm.config import plain
 
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -109,6 +109,15 @@ class AblationSweeper(BasicSweeper):
             raise ValueError(
                 f"ablation.baseline={settings.baseline}: expected one of {', '.join(labels)}"
             )
+        runs: dict[str, str] = {}
+        for arm in arms:
+            run = short_hash(arm.config)
+            if run in runs:
+                raise ValueError(
+                    f"{arm.label}: the same run as {runs[run]}, for names, tracking, threads and "
+                    "the cache change no result; leave one of them out"
+                )
+            runs[run] = arm.label
         return arms
 
     def composed(self, overrides: Sequence[str]) -> RunConfig:
@@ -135,11 +144,12 @@ class AblationSweeper(BasicSweeper):
         """
         from wherelm import ablation
 
+        first = arms[0].config["seed"] + ablation.TUNING_SEED
         lower = upper = 0
         for widening in range(ablation.WIDENINGS + 1):
             jobs[:] = [
-                ablation.make_job(self.folder, arm, ablation.TUNING_SEED + number, "tune", rate)
-                for number in range(settings.tuning_seeds)
+                ablation.make_job(self.folder, arm, seed, "tune", rate)
+                for seed in range(first, first + settings.tuning_seeds)
                 for arm in arms
                 for rate in ablation.grid(
                     arm.config["optimizer"]["learning_rate"],

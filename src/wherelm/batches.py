@@ -351,9 +351,17 @@ def token_ledger(store: TokenStore) -> dict[str, int]:
     return {"supervised": supervised, "read_only": real - supervised}
 
 
-def padding_ledger(store: TokenStore, sampler: Sampler) -> dict[str, float]:
-    """Empty slots that the first epoch of a sampler holds, and their share of all slots."""
+def padding_ledger(
+    store: TokenStore, sampler: Sampler, budget: int, shape: tuple[int, int] | None = None
+) -> dict[str, float]:
+    """Empty slots that the first epoch of a sampler holds, and their share of all slots.
+
+    `budget` and `shape` are those of micro-batches, as for `Sampler.micro_batches` and `collate`.
+    """
     real = int(store.lengths.sum())
-    parts = [p for b in sampler.batches_of(0) for p in sampler.micro_batches(b, sampler.budget)]
-    slots = sum(len(rows) * padded_width(store, rows) for rows in parts)
+    parts = [part for b in sampler.batches_of(0) for part in sampler.micro_batches(b, budget)]
+    if shape is None:
+        slots = sum(len(rows) * padded_width(store, rows) for rows in parts)
+    else:
+        slots = len(parts) * shape[0] * shape[1]
     return {"padding": slots - real, "padding_share": round(1 - real / slots, 4)}

@@ -82,7 +82,8 @@ def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> T
 
 def divide_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
     """Logits over temperature, shifted so that the largest is 0: finite however cold it gets."""
-    return (logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature
+    least = torch.finfo(logits_BV.dtype).tiny  # below it a temperature would be 0
+    return (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(temperature, least)
 
 
 def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:

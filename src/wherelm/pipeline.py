@@ -64,21 +64,24 @@ def whole_texts(config: RunConfig, root: Path, split: str, tokenizer: Tokenizer)
     return TokenStore.from_table(table)
 
 
-def full_ledger(data: Data, sampler: Sampler) -> dict[str, Any]:
+def full_ledger(
+    data: Data, sampler: Sampler, budget: int, shape: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """The ledger with tokens: the sampler's first epoch, and how often each position is trained.
 
+    Micro-batches hold `budget` slots at most, or all are of one shape (rows, slots).
     `padding_by_batching` is what each way of batching would leave, on one pool of examples.
     """
     train = data.stores["train"]
     ledger = {}
     for split, counts in data.ledger.items():
         ledger[split] = counts | {"tokens": token_ledger(data.stores[split])}
-    ledger["train"]["tokens"] |= padding_ledger(train, sampler)
+    ledger["train"]["tokens"] |= padding_ledger(train, sampler, budget, shape)
     pool = train.first(POOL)
     shares = {}
     for batching in BATCHINGS:
         other = replace(sampler, lengths=pool.lengths, batching=batching, epoch=0, position=0)
-        shares[batching] = padding_ledger(pool, other)["padding_share"]
+        shares[batching] = padding_ledger(pool, other, budget)["padding_share"]
     return ledger | {
         "padding_by_batching": shares,
         "trained_positions": train.trained_positions().tolist(),

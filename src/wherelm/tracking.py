@@ -61,12 +61,16 @@ class Tracker:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drops what metrics.jsonl holds beyond `step`: it happens again after resuming from there."""
+    """Drops what metrics.jsonl holds beyond `step`: it happens again after resuming from there.
+
+    So does the final measurement.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = []
     for line in lines:
         try:
-            if json.loads(line)["step"] <= step:
+            entry = json.loads(line)
+            if entry["step"] <= step and not entry.get("final"):
                 kept.append(line)
         except ValueError:
             continue  # a line that was cut short when the process was killed

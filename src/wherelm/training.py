@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from wherelm import breakdowns, checkpoint, extrapolation, pipeline, runtime
 from wherelm.batch_view import batch_text
-from wherelm.batches import Batch, Rows, Sampler, collate, examples_of
+from wherelm.batches import Batch, Rows, Sampler, TokenStore, collate, examples_of
 from wherelm.config import RunConfig, plain, save_yaml
 from wherelm.evaluate import Scores, measures, score, table
 from wherelm.generate import write_samples
@@ -94,11 +94,12 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
 
     share = share_done(config, state.step, state.targets, sampler)
     model.scheme.progress(share)
-    before = state.seconds
+    before, scores = state.seconds, None
     tracker = Tracker(folder, config, state.step if last else None)
     profile = Profile(config.training.profile, model, folder)
     with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
-        for rows in sampler:
+        # A run that ended in its final measurement has no step left to make.
+        for rows in sampler if share < 1 else ():
             step_started = time.perf_counter()
             micro_batches = collated(data, config, sampler, rows)
             targets = sum(batch.targets for batch in micro_batches)
@@ -116,7 +117,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             model.scheme.progress(share)
             state.step, state.targets = state.step + 1, state.targets + targets
             state.epoch, state.position = sampler.epoch, sampler.position
-            state.batches_hash = chained_hash(state.batches_hash, rows)
+            state.batches_hash = chained_hash(state.batches_hash, rows, store)
             state.positions = counted(state.positions, micro_batches, model)
             state.seconds = before + time.perf_counter() - started
             step_seconds = time.perf_counter() - step_started
@@ -150,22 +151,23 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             profile.step()
             if ended:
                 break
-    if config.training.profile:
-        log.info("\n%s\ntable and trace: %s", profile.close(), folder / TABLE)
-    if share < 1:
-        tracker.close()
-        return summarize(folder, state, "interrupted", exit_code=stop.exit_code)
+        if config.training.profile and scores is not None:
+            log.info("\n%s\ntable and trace: %s", profile.close(), folder / TABLE)
+        if share < 1:
+            tracker.close()
+            return summarize(folder, state, "interrupted", stop.exit_code)
 
-    found = measure(model, data, config, state, scores, root, folder, autocast)
-    for split, figures in found["splits"].items():
-        line = {**figures, "targets": state.targets}
-        tracker.write(step=state.step, split=split, final=True, **line)
-    watched = data.stores["validation"]
-    (folder / "samples.txt").write_text(write_samples(model, data.tokenizer, watched), "utf-8")
-    tracker.close()
-    draw_curve(folder)
-    state.seconds = before + time.perf_counter() - started
-    return summarize(folder, state, "complete", **found, **costs(model, folder))
+        found = measure(model, data, config, state, scores, root, folder, autocast)
+        for split, figures in found["splits"].items():
+            line = {**figures, "targets": state.targets}
+            tracker.write(step=state.step, split=split, final=True, **line)
+        watched = data.stores["validation"]
+        (folder / "samples.txt").write_text(write_samples(model, data.tokenizer, watched), "utf-8")
+        tracker.close()
+        draw_curve(folder)
+        state.seconds = before + time.perf_counter() - started
+        found |= costs(model, folder)
+        return summarize(folder, state, "complete", stop.exit_code, **found)
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -190,12 +192,17 @@ def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> 
     return sampler.epochs_done / length.epochs
 
 
+def micro_shape(config: RunConfig) -> tuple[int, tuple[int, int] | None]:
+    """The most slots of a micro-batch, and the one shape (rows, slots) of a compiled graph's."""
+    budget = config.training.micro_tokens or config.training.batch_tokens
+    context = config.model.context
+    return budget, (max(1, budget // context), context) if config.training.compile else None
+
+
 def collated(data: pipeline.Data, config: RunConfig, sampler: Sampler, rows: Rows) -> list[Batch]:
     """The micro-batches of one step; for a compiled graph all of one shape."""
-    settings, context = config.training, config.model.context
-    budget = settings.micro_tokens or settings.batch_tokens
-    shape = (max(1, budget // context), context) if settings.compile else None
-    room = context if settings.random_offset else 0
+    budget, shape = micro_shape(config)
+    room = config.model.context if config.training.random_offset else 0
     key = named_seed(config.seed, "positions", sampler.epoch)
     return [
         collate(data.stores["train"], part, data.tokenizer.pad, key=key, shape=shape, room=room)
@@ -276,7 +283,7 @@ def measure(
     data: pipeline.Data,
     config: RunConfig,
     state: State,
-    watched: Scores,
+    watched: Scores | None,
     root: Path,
     folder: Path,
     autocast: Any,
@@ -284,18 +291,19 @@ def measure(
     """The final figures of every split, and beyond the trained context where that is asked for.
 
     Breakdowns and the scores of every example are written into the run folder, and beside the
-    breakdowns, as those of `train`, how often each position was learned.
+    breakdowns, as `learned` of `train`, how often each position was learned. `watched` are the
+    scores of validation by these weights, if there are any yet.
     """
     budget = config.evaluation.batch_tokens
-    figures, parts = {}, {"train": {"position": breakdowns.histogram(state.positions)}}
+    figures, parts = {}, {"train": {"learned": breakdowns.histogram(state.positions)}}
     for split in config.final_splits:
         store = data.stores[split]
-        if split == "validation":  # whose last evaluation was of these weights
-            scores = watched
-        else:
+        scores = watched if split == "validation" else None
+        if scores is None:
             scores = score(model, store, data.tokenizer.pad, budget, autocast)
         figures[split] = measures(scores, store, data.tokenizer)
-        parts[split] = breakdowns.breakdowns(scores, store, data.tokenizer)
+        own = breakdowns.breakdowns(scores, store, data.tokenizer)
+        parts[split] = parts.get(split, {}) | own
         breakdowns.save_examples(folder, split, scores, store, data.tokenizer)
     place = folder / breakdowns.FILE
     place.write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
@@ -332,10 +340,16 @@ def save(
     checkpoint.keep_best_and_last(folder)
 
 
-def chained_hash(former: str, rows: Rows) -> str:
-    """A hash over all batches so far: equal hashes mean equal batches in equal order."""
-    examples = examples_of(rows).astype("int64")
-    return hashlib.sha256(former.encode() + examples.tobytes()).hexdigest()
+def chained_hash(former: str, rows: Rows, store: TokenStore) -> str:
+    """A hash over all batches so far: equal hashes mean equal batches in equal order.
+
+    Of what their examples hold, so that other data or another tokeniser is another hash.
+    """
+    digest = hashlib.sha256(former.encode())
+    for index in examples_of(rows):
+        for part in store[index]:
+            digest.update(part.tobytes())
+    return digest.hexdigest()
 
 
 def describe(
@@ -348,7 +362,7 @@ def describe(
     precision: str,
 ) -> None:
     """Writes config, tokeniser, ledger and environment, and logs what will be trained on what."""
-    ledger = pipeline.full_ledger(data, sampler)
+    ledger = pipeline.full_ledger(data, sampler, *micro_shape(config))
     folder.mkdir(parents=True, exist_ok=True)
     save_yaml(plain(config), folder / "config.yaml")
     data.tokenizer.save(folder / "tokenizer.json")
@@ -378,9 +392,14 @@ def describe(
     )
 
 
-def summarize(folder: Path, state: State, status: str, **more: Any) -> dict[str, Any]:
-    """What a program would read: written to summary.json and returned."""
-    summary = {"status": status, **asdict(state), **more}
+def summarize(
+    folder: Path, state: State, status: str, exit_code: int, **more: Any
+) -> dict[str, Any]:
+    """What a program would read: written to summary.json and returned.
+
+    `exit_code` is that of the signal that came, if one did: a run may have been complete by then.
+    """
+    summary = {"status": status, "exit_code": exit_code, **asdict(state), **more}
     del summary["positions"]  # long, and in the breakdowns
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return summary

@@ -17,7 +17,10 @@ from wherelm.schemes.rotary import Rope
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of a pattern: a scheme, and how many slots its layers look back (null: all)."""
+    """One entry of a pattern: a scheme, and how many slots its layers look back.
+
+    `window` null leaves it to model.window.
+    """
 
     scheme: PositionScheme.Config
     window: int | None = None

@@ -69,8 +69,8 @@ class T5(PositionScheme):
 
     "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (Raffel et
     al., 2020). T5 itself leaves out the division by sqrt(K); here scores are divided, as for every
-    other scheme. T5's last bucket begins at 128 of 512 tokens: `max_distance` null keeps that
-    share, a quarter of the trained length.
+    other scheme. In T5 all distances from 128 of 512 tokens on share a bucket: `max_distance` null
+    keeps that share, a quarter of the trained length.
     """
 
     @dataclass(frozen=True)
