@@ -16,12 +16,12 @@ from wherelm.generate import (
     keep_top_k,
     keep_top_p,
     penalize_repetition,
-    position_limit,
     sampling_probabilities,
     stream_tokens,
     write_samples,
 )
 from wherelm.schemes import SCHEMES
+from wherelm.schemes.patterns import Hybrid, Layer
 from wherelm.seeds import torch_generator
 
 END = 2
@@ -275,7 +275,7 @@ def test_a_scheme_with_a_limit_ends_there_and_the_others_run_past_it():
     sampling = Sampling(greedy=True, max_tokens=3 * CONTEXT)
     for name in SCHEMES:
         model = random_decoder(name)
-        limit = position_limit(model)
+        limit = model.scheme.limit
         reply = generate(model, [PROMPTS[0], PROMPTS[1]], sampling, None)[0]
         assert reply.finish == "length"
         if name == "learned":
@@ -283,8 +283,35 @@ def test_a_scheme_with_a_limit_ends_there_and_the_others_run_past_it():
             # The last token of a reply is never read, so it takes no position.
             assert len(PROMPTS[0]) + len(reply.tokens) == CONTEXT + 1
         else:
-            assert limit is None
+            assert limit == (8 * CONTEXT if name == "randomised" else None)
             assert len(reply.tokens) == 3 * CONTEXT
+
+
+def test_random_positions_of_a_row_depend_on_its_own_final_length_alone():
+    model = random_decoder("randomised", {"length": 8 * CONTEXT})
+    short, long = [1, *range(2, 2 + CONTEXT // 3)], [1] * (3 * CONTEXT)
+    sampling = Sampling(greedy=True, max_tokens=CONTEXT // 2)
+    alone, _ = (generate(model, [prompt], sampling, None)[0] for prompt in (short, long))
+    assert len(short) + sampling.max_tokens <= CONTEXT
+    assert generate(model, [short, long], sampling, None)[0] == alone
+    less = Sampling(greedy=True, max_tokens=sampling.max_tokens - 1)
+    assert generate(model, [short, long], less, None)[0].tokens == alone.tokens[:-1]
+
+
+def test_a_reply_at_random_positions_ends_where_they_run_out():
+    # One step of the trained length short of two.
+    model = random_decoder("randomised", {"length": 2 * CONTEXT - 1})
+    sampling = Sampling(greedy=True, max_tokens=3 * CONTEXT)
+    for prompt in ([1, 2], [1] * CONTEXT):
+        reply = generate(model, [prompt, [1]], sampling, None)[0]
+        assert (reply.finish, len(prompt) + len(reply.tokens)) == ("length", CONTEXT + 1)
+
+
+def test_a_pattern_has_the_least_limit_of_its_schemes():
+    shape = random_decoder().config.shape
+    learned, rope = (Layer(SCHEMES[name].Config()) for name in ("learned", "rope"))
+    assert Hybrid(Hybrid.Config(pattern=(rope, learned)), shape).limit == CONTEXT
+    assert Hybrid(Hybrid.Config(pattern=(rope,)), shape).limit is None
 
 
 def test_a_prompt_beyond_a_limit_is_the_scheme_s_own_error():

@@ -159,10 +159,21 @@ class KeyValueCache:
 
     One (B, G, capacity, K) pair of tensors a layer, a contextual scheme's values, and beside them
     what masks and biases need of the same slots: their positions and which of them are real.
+    `longest_B1` is how many tokens each row may come to hold, `capacity` if it is not given.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device):
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        longest_B1: Tensor | None = None,
+    ):
         self.capacity = capacity
+        if longest_B1 is None:
+            longest_B1 = torch.full((batch, 1), capacity, device=device)
+        self.longest_B1 = longest_B1
         self.length = 0
         self.key_mask_BS = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
         self.positions_BS = torch.zeros(batch, capacity, device=device)
@@ -209,7 +220,7 @@ class KeyValueCache:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drops every row of the batch but these, so that finished rows cost nothing more."""
-        self.key_mask_BS = self.key_mask_BS[rows]
+        self.key_mask_BS, self.longest_B1 = self.key_mask_BS[rows], self.longest_B1[rows]
         self.positions_BS = self.positions_BS[rows]
         self._layers = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._layers]
         self._values = {layer: self._kept(x, rows) for layer, x in self._values.items()}

@@ -155,22 +155,6 @@ class Reply:
     finish: str = ""
 
 
-def position_limit(model: Decoder) -> int | None:
-    """How many tokens a row may hold; None where the scheme runs past its trained length.
-
-    The scheme is asked itself, with one token that stands just behind that length.
-    """
-    context, device = model.config.context, model.embedding.weight.device
-    try:
-        model.hidden(
-            torch.zeros(1, 1, dtype=torch.long, device=device),
-            torch.full((1, 1), context, device=device),
-        )
-    except ValueError:
-        return context
-    return None
-
-
 @torch.inference_mode()
 def stream_tokens(
     model: Decoder,
@@ -195,11 +179,13 @@ def stream_tokens(
     device, training = model.embedding.weight.device, model.training
     model.eval()
     try:
-        limit = position_limit(model)
-        room = [_room(len(prompt), sampling.max_tokens, limit) for prompt in prompts]
+        room = [_room(len(prompt), sampling.max_tokens, model.scheme.limit) for prompt in prompts]
         tokens_BT, positions_BT, key_mask_BT = _left_padded(prompts, device)
         capacity = tokens_BT.shape[1] + max(room) - 1
-        cache = KeyValueCache(len(model.blocks), len(prompts), capacity, device)
+        # The last token of a reply is never read.
+        longest = [[len(p) + left - 1] for p, left in zip(prompts, room, strict=True)]
+        longest_B1 = torch.tensor(longest, device=device)
+        cache = KeyValueCache(len(model.blocks), len(prompts), capacity, device, longest_B1)
         chooser = _Chooser(model.vocab_size, prompts, rows, max(room), sampling, end)
         x_BTD = model.hidden(
             tokens_BT,

@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         the ones that it holds.
         """
         length = tokens_BT.shape[1]
-        longest = 0 if cache is None else cache.capacity
+        longest = 0 if cache is None else cache.longest_B1
         positions_BT = self.scheme.place(positions_BT, keys_BT, longest)
         k_positions_BS, keys = positions_BT, length
         if cache is not None:

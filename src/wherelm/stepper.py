@@ -206,7 +206,7 @@ class Stepper:
 
     def logits(self, tokens_B: Tensor, positions_B1: Tensor) -> Tensor:
         model, cache = self.model, self.cache
-        positions_B1 = model.scheme.place(positions_B1, None, cache.capacity)
+        positions_B1 = model.scheme.place(positions_B1, None, cache.longest_B1)
         cache.advance(positions_B1, None)
         x_BD = F.embedding(tokens_B, model.embedding.weight)
         x_BD = x_BD.to(step_dtype(x_BD)) * model.config.width**0.5

@@ -84,13 +84,16 @@ class Learned(PositionScheme):
             self.check(int(positions_BT.max()))
         return x_BTD + nn.functional.embedding(positions_BT, self.table_LD).to(x_BTD.dtype)
 
+    @property
+    def limit(self) -> int:
+        return self.shape.context
+
     def check(self, last: int) -> None:
         """ValueError where the table has no vector for the last position."""
-        limit = self.shape.context
-        if last >= limit:
+        if last >= self.limit:
             raise ValueError(
-                f"position=learned has vectors for {limit} positions and was asked for position "
-                f"{last}: train with model.context={last + 1} or more, or choose a scheme "
+                f"position=learned has vectors for {self.limit} positions and was asked for "
+                f"position {last}: train with model.context={last + 1} or more, or choose a scheme "
                 "that runs past its trained length"
             )
 

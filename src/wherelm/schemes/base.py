@@ -45,13 +45,19 @@ class PositionScheme(nn.Module):
         self.config = config
         self.shape = shape
 
+    @property
+    def limit(self) -> int | None:
+        """How many tokens a row may hold; None where the scheme runs past its trained length."""
+        return None
+
     def place(
-        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
     ) -> Tensor:
         """The numbers that positions get; called once for each forward pass, before all else.
 
-        `keys_BT` names the example that a slot belongs to (None: one for all), `longest` is the
-        length that a row with a cache may still grow to.
+        `keys_BT` names the example that a slot belongs to (None: each row is one, all of one name),
+        `longest` is the length that rows with a cache may still grow to, each its own (B, 1) or all
+        the same.
         """
         return positions_BT
 

@@ -67,8 +67,13 @@ class Hybrid(PositionScheme):
         """The layers of one entry of the pattern."""
         return range(entry, self.shape.layers, len(self.pattern))
 
+    @property
+    def limit(self) -> int | None:
+        limits = [scheme.limit for scheme in self.schemes]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def place(
-        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
     ) -> Tensor:
         for scheme in self.schemes:
             positions_BT = scheme.place(positions_BT, keys_BT, longest)
@@ -136,20 +141,30 @@ class Randomised(PositionScheme):
             )
         self.inner = build(config.scheme, replace(shape, context=self.length))
 
+    @property
+    def limit(self) -> int:
+        return self.length // self.shape.context * self.shape.context
+
     def place(
-        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
     ) -> Tensor:
         if keys_BT is None:
-            keys_BT = torch.zeros_like(positions_BT, dtype=torch.long)
-        positions_BT, keys_BT = torch.broadcast_tensors(positions_BT, keys_BT)
-        keys_U, which_BT = keys_BT.unique(return_inverse=True)
+            which_BT = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+            keys_U = torch.zeros_like(which_BT[:, 0])
+        else:
+            keys_U, which_BT = keys_BT.unique(return_inverse=True)
+        positions_BT, which_BT = torch.broadcast_tensors(positions_BT, which_BT)
         # By each example's own length: its numbers do not depend on what else is in the batch.
-        last_U = torch.full_like(keys_U, max(longest, 1) - 1)
-        last_U = last_U.scatter_reduce(0, which_BT.flatten(), positions_BT.flatten(), "amax")
+        last_BT = positions_BT.clamp(min=torch.as_tensor(longest, device=positions_BT.device) - 1)
+        last_U = torch.zeros_like(keys_U)
+        last_U = last_U.scatter_reduce(0, which_BT.flatten(), last_BT.flatten(), "amax")
         sizes = [self._size(last + 1) for last in last_U.tolist()]
         table_UN = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
-        for row, (key, size) in enumerate(zip(keys_U.tolist(), sizes, strict=True)):
-            table_UN[row, :size] = self._subset(key, size)
+        drawn: dict[tuple[int, int], Tensor] = {}
+        for row, named in enumerate(zip(keys_U.tolist(), sizes, strict=True)):
+            if named not in drawn:
+                drawn[named] = self._subset(*named)
+            table_UN[row, : named[1]] = drawn[named]
         return self.inner.place(table_UN.to(positions_BT.device)[which_BT, positions_BT])
 
     def _size(self, longest: int) -> int:
