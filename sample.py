@@ -196,6 +196,8 @@ def row_prompt(row: Any, options: argparse.Namespace) -> Prompt:
 
 def file_prompts(path: Path, options: argparse.Namespace) -> Iterator[Prompt]:
     """The prompts of a file; ValueError names file and line."""
+    if not path.is_file():
+        raise ValueError(f"--file {path}: no such file")
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in numbered_lines(lines, str(path)):
             try:
@@ -203,6 +205,8 @@ def file_prompts(path: Path, options: argparse.Namespace) -> Iterator[Prompt]:
                     yield row_prompt(json.loads(line), options)
                 else:
                     yield text_prompt(line, options)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not valid JSON ({error.msg})") from error
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
 
@@ -219,6 +223,9 @@ def numbered_lines(lines: Iterable[str], name: str) -> Iterator[tuple[int, str]]
 
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     """All prompts, with the system message before them; none at all means a chat."""
+    for text in options.prompts:
+        if os.path.isfile(os.path.join(text, "config.yaml")):  # False for a text of any length
+            raise ValueError(f"{text}: a run, not a prompt; give it as --run {text}")
     prompts = [text_prompt(text, options) for text in options.prompts]
     if options.file is not None:
         prompts += file_prompts(Path(options.file), options)

@@ -5,6 +5,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,16 +124,29 @@ def explain(error: Exception) -> str:
         if option in EXTRAS:
             accepted = f'install it with pip install -e ".[{EXTRAS[option]}]"'
         return f"{group}={option}: no such option; {accepted}"
+    if found := re.match(r"Ambiguous value for argument '([^']*)'", str(error)):
+        return (
+            f"{found[1]}: several values; for a sweep add -m, and for one value that holds commas "
+            "write 'key=\"…\"' or 'key=[…]'"
+        )
     return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def open_mappings(arguments: Sequence[str]) -> list[str]:
+    """Splits of any name may be added to data.extra, which Hydra itself allows with ++ alone."""
+    return [f"++{a}" if re.match(r"data\.extra[.=]", a) else a for a in arguments]
 
 
 def command() -> int:
     # With this set Hydra raises what it would otherwise print over several lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # torch's profiler prints lines of its own below this; it is read when torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         if any(argument.startswith(RESUME) for argument in sys.argv[1:]):
             sys.argv[1:] = resume_arguments(sys.argv[1:])
         check_grammar(sys.argv[1:])
+        sys.argv[1:] = open_mappings(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
@@ -140,6 +154,9 @@ def command() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped before the first step", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -149,6 +149,18 @@ def test_the_command_measures_the_shipped_checkpoint(capsys):
     assert figures["exact_match"] > 0.85
 
 
+@needs_shipped
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_command_measures_in_the_precision_of_the_run_and_says_which(precision, capsys, few):
+    found = []
+    for name in (precision, "float32"):
+        assert main([str(SHIPPED), *few, f"training.precision={name}", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["precision"] == precision
+    same = found[0]["splits"] == found[1]["splits"]
+    assert same == (precision == "float32")
+
+
 @pytest.fixture
 def few(tmp_path):
     """The override that validates on the first requests of errands alone."""
@@ -160,11 +172,11 @@ def few(tmp_path):
 
 @needs_shipped
 def test_the_command_gives_all_that_is_asked_for_of_every_checkpoint(capsys, few):
-    asked = ["--breakdowns", "--shuffled-prefix", "--extrapolation"]
+    asked = ["--breakdowns", "--shuffled-prefix", "--extrapolation", "training.precision=float32"]
     assert main([str(SHIPPED), *asked, str(SHIPPED), "--json", *few]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == second
-    kinds = ["checkpoint", "splits", "breakdowns", "shuffled_prefix", "extrapolation"]
+    kinds = ["checkpoint", "precision", "splits", "breakdowns", "shuffled_prefix", "extrapolation"]
     assert list(first) == kinds
     whole = first["splits"]["validation"]
     assert first["shuffled_prefix"]["validation"]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
@@ -208,4 +220,4 @@ def test_without_a_folder_the_command_takes_the_default_and_says_which(capsys, f
     monkeypatch.setattr(checkpoint, "find", lambda path, root: asked.append(path) or SHIPPED)
     assert main(few) == 0
     assert asked == [None]
-    assert capsys.readouterr().out.startswith(f"{SHIPPED}, step 1200\n")
+    assert capsys.readouterr().out.startswith(f"{SHIPPED}, step 1200, ")

@@ -127,10 +127,25 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_2(
     assert re.fullmatch(rf"error: [^\n]*{re.escape(named)}[^\n]*\n", captured.err), captured.err
 
 
+def test_a_run_among_the_prompts_is_taken_for_a_mistake(loaded, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").touch()
+    assert run(monkeypatch, str(tmp_path), "Hi") == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {tmp_path}: a run, not a prompt; give it as --run {tmp_path}\n"
+    assert run(monkeypatch, "--greedy", "--max-tokens", "1", "x" * 9999) == 0
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "."])
+def test_a_file_that_is_none_is_named(name, loaded, tmp_path, monkeypatch, capsys):
+    path = tmp_path / name
+    assert run(monkeypatch, "--file", str(path)) == 2
+    assert capsys.readouterr().err == f"error: --file {path}: no such file\n"
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "JSON|Expecting"),
+        ("{", "not valid JSON [(]Expecting"),
         ("[]", "expected"),
         ('{"messages": []}', "empty"),
         ('{"messages": [{"role": "robot", "content": "hi"}]}', "robot"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 
 from wherelm.schemes import SCHEMES
 
@@ -21,6 +22,16 @@ WRONG = {
     "position=rop": "position=rop: no such option; expected one of",
     "training=debgu": "training=debgu: no such option; expected one of",
     "model.width=wide": "model.width='wide': expected a whole number",
+    "optimizer.momentum=1": "optimizer.momentum=1.0: expected 0 or more, below 1",
+    "optimizer.learning_rate=nan": "optimizer.learning_rate=nan: expected a number above 0",
+    "optimizer.head_learning_rate=-1": "optimizer.head_learning_rate=-1.0: expected a number",
+    "optimizer.weight_decay=-1": "optimizer.weight_decay=-1.0: expected 0 or more",
+    "training.clip=nan": "training.clip=nan: expected a number above 0",
+    "name=a/../../b": "name=a/../../b: expected the name of a folder",
+    "name=..": "name=..: expected the name of a folder",
+    "data.train=": "data.train=: empty; expected a file",
+    "data.extra=5": "data.extra=5: expected a mapping",
+    "position=rope,alibi": "position=rope,alibi: several values; for a sweep add -m",
     "optimizer.momentum=x": "optimizer.momentum='x': expected a number",
     "seed=1.5": "seed=1.5: expected a whole number",
     "model.qk_norm=3": "model.qk_norm=3: expected true or false",
@@ -160,6 +171,18 @@ def test_a_finished_run_says_that_nothing_is_left_to_do(finished):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "complete" in result.stderr
+
+
+def test_a_split_of_any_name_is_added_on_the_command_line():
+    from train import open_mappings
+
+    given = ["data.extra={mine: my.jsonl}", "data.extra.other=b.jsonl", "data.extras=3", "seed=1"]
+    opened = [f"++{argument}" for argument in given[:2]]
+    assert open_mappings(given) == [*opened, *given[2:]]
+    loader = ["data=errands", *opened]
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        extra = compose("train", loader).data.extra
+    assert list(extra) == ["longer", "padded_out", "shuffled", "mine", "other"]
 
 
 def test_a_run_is_never_written_over(finished):

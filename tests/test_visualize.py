@@ -332,6 +332,16 @@ def test_a_layer_without_positions_cannot_flip_its_answer(lecture_page):
     assert first == second
 
 
+@pytest.mark.parametrize("word", ["a b", "this/or that", "x " * 9999])
+def test_the_first_word_is_a_message_unless_it_is_a_path(word):
+    assert not visualize.is_path(word)
+
+
+@pytest.mark.parametrize("word", ["runs/errands/absent", "nowhere", str(Path(__file__).parent)])
+def test_what_exists_or_is_one_word_is_a_run(word):
+    assert visualize.is_path(word)
+
+
 def test_without_a_checkpoint_the_lecture_says_what_is_absent(tmp_path):
     text = lecture.page(tmp_path)
     assert "train one with <code>python train.py</code>" in text

@@ -140,7 +140,10 @@ def load_optimizer(folder: Path) -> dict[str, Tensor]:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    try:
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / STATE}: not valid JSON ({error})") from error
 
 
 def checkpoints(run: Path) -> list[Path]:

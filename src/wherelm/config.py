@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from wherelm.runtime import DEVICES, PRECISIONS
 from wherelm.schemes import SCHEMES, PositionScheme
 from wherelm.sources import DataConfig
 from wherelm.tokenizer import TokenizerConfig
+
+NAME = re.compile(r"(?!\.{1,2}$)[^/\\]+")
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class RunConfig:
             )
         if self.evaluation.splits == ():
             raise ValueError("evaluation.splits=[]: expected at least one, or null for all")
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"name={self.name}: expected the name of a folder, without / in it")
         for split in self.evaluation.splits or ():
             _expect_option("evaluation.splits", split, ["train", *self.held_out])
 
@@ -136,7 +142,7 @@ def _expect_option(key: str, value: str, options: Sequence[str]) -> None:
 def _expect_positive(group: str, config: Any, keys: Sequence[str]) -> None:
     for key in keys:
         value = getattr(config, key)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{group}.{key}={value}: expected a number above 0")
 
 

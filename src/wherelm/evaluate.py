@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_intermixed_args(arguments)
 
-    from wherelm import checkpoint
+    from wherelm import checkpoint, runtime
     from wherelm.config import project_root
 
     root = project_root()
@@ -195,20 +195,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in loaded.model.scheme.warnings():
                 if line not in trained.model.scheme.warnings():
                     print(f"warning: {line}", file=sys.stderr)
-            found = _measured(loaded, root, options)
+            # As in the run's own final measurement.
+            device = loaded.model.embedding.weight.device
+            precision = runtime.choose_precision(loaded.config.training.precision, device)
+            found = _measured(loaded, root, options, precision)
             if options.json:
-                print(json.dumps({"checkpoint": str(path or folder)} | found))
+                line = {"checkpoint": str(path or folder), "precision": precision}
+                print(json.dumps(line | found))
             else:
-                print(f"{path or folder}, step {loaded.state['step']}\n{_shown(found)}")
+                print(f"{path or folder}, step {loaded.state['step']}, {precision}")
+                print(_shown(found))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _measured(loaded: Loaded, root: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _measured(
+    loaded: Loaded, root: Path, options: argparse.Namespace, precision: str
+) -> dict[str, dict[str, Any]]:
     """All that is asked for, each under its name in the JSON, and split by split within."""
-    from wherelm import pipeline
+    from wherelm import pipeline, runtime
     from wherelm.breakdowns import breakdowns
     from wherelm.extrapolation import beyond_context
     from wherelm.shuffled_prefix import shuffled_prefix
@@ -217,19 +224,20 @@ def _measured(loaded: Loaded, root: Path, options: argparse.Namespace) -> dict[s
     model, tokenizer, budget = loaded.model, loaded.tokenizer, config.evaluation.batch_tokens
     splits = config.final_splits
     data = pipeline.prepare(config, root, splits, tokenizer)
+    autocast = runtime.autocast(precision, model.embedding.weight.device)
     found: dict[str, dict[str, Any]] = {"splits": {}}
     for split in splits:
         store = data.stores[split]
-        scores = score(model, store, tokenizer.pad, budget)
+        scores = score(model, store, tokenizer.pad, budget, autocast)
         found["splits"][split] = measures(scores, store, tokenizer)
         if options.breakdowns:
             found.setdefault("breakdowns", {})[split] = breakdowns(scores, store, tokenizer)
         if options.shuffled_prefix:
             found.setdefault("shuffled_prefix", {})[split] = shuffled_prefix(
-                model, store, tokenizer, budget, seed=config.seed
+                model, store, tokenizer, budget, autocast, seed=config.seed
             )
     if options.extrapolation or config.evaluation.extrapolation:
-        found["extrapolation"] = beyond_context(model, tokenizer, config, root)
+        found["extrapolation"] = beyond_context(model, tokenizer, config, root, autocast)
     return found
 
 

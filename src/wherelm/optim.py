@@ -13,6 +13,21 @@ from torch.optim.adamw import adamw as adamw_update
 from wherelm.runtime import multiplies_bfloat16
 
 
+def expect_in_range(config: AdamWConfig | MuonConfig) -> None:
+    """ValueError for a number that no update can be made with, NaN among them."""
+    for key, value in vars(config).items():
+        if key == "name":
+            continue
+        if key in ("momentum", "beta1", "beta2"):
+            valid, expected = 0 <= value < 1, "0 or more, below 1"
+        elif key == "weight_decay":
+            valid, expected = 0 <= value < math.inf, "0 or more"
+        else:
+            valid, expected = 0 < value < math.inf, "a number above 0"
+        if not valid:
+            raise ValueError(f"optimizer.{key}={value}: expected {expected}")
+
+
 @dataclass(frozen=True)
 class AdamWConfig:
     """`learning_rate` for every parameter; decay (times the learning rate) on matrices alone."""
@@ -23,6 +38,9 @@ class AdamWConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+
+    def __post_init__(self):
+        expect_in_range(self)
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,9 @@ class MuonConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-10
+
+    def __post_init__(self):
+        expect_in_range(self)
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,17 @@ def full_ledger(
 
 
 def ledger_table(ledger: dict[str, Any]) -> str:
-    """What was read, kept and left out of each split, and its tokens, as aligned text."""
+    """What was read, kept and left out of each split, and its tokens, as aligned text.
+
+    "unlearned" are rows that were left out for nothing in them is to be learned.
+    """
     columns = {
         "read": ("messages", "read"),
         "empty": ("messages", "empty"),
         "malformed": ("messages", "malformed"),
         "too long": ("rows", "too_long"),
         "truncated": ("rows", "truncated"),
+        "unlearned": ("rows", "nothing_learned"),
         "rows": ("rows", "pieces"),
         "in train": ("messages", "in_train"),
         "supervised": ("tokens", "supervised"),

@@ -80,6 +80,8 @@ class DataConfig:
             if name in SPLITS:
                 raise ValueError(f"data.extra.{name}: expected another name, or data.{name}=…")
         for name, path in self.paths.items():
+            if not path.strip():
+                raise ValueError(f"{_key(name)}={path}: empty; expected {_accepted(self)}")
             if path.startswith(tasks.PREFIX):
                 self._check_task(_key(name), path)
 

@@ -54,6 +54,8 @@ def argument_parser() -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = argument_parser().parse_intermixed_args(arguments)
+    if options.run is not None and not options.lecture and not is_path(options.run):
+        options.run, options.messages = None, [options.run, *options.messages]
     try:
         path = check(options)
         content = lecture_page(options) if options.lecture else message_picture(options, path)
@@ -63,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(path)
     return 0
+
+
+def is_path(word: str) -> bool:
+    """Whether this means a run and not a message: it exists, or it is one word."""
+    return os.path.exists(word) or not any(map(str.isspace, word))
 
 
 def check(options: argparse.Namespace) -> Path:
