@@ -39,6 +39,9 @@ def main(values: DictConfig) -> None:
         return
     # Caught here, for Hydra prints a line of its own for what leaves this function.
     try:
+        for override in HydraConfig.get().overrides.task:
+            if override.startswith("ablation."):
+                raise ValueError(f"{override}: acts on sweeps alone; add -m")
         config = run_config(load_yaml(folder / "config.yaml") if resume else composed)
         summary = training.fit(config, folder, ROOT, resume)
     except ValueError as error:

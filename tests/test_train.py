@@ -29,6 +29,7 @@ WRONG = {
     "training.clip=nan": "training.clip=nan: expected a number above 0",
     "name=a/../../b": "name=a/../../b: expected the name of a folder",
     "name=..": "name=..: expected the name of a folder",
+    "ablation.seeds=5": "ablation.seeds=5: acts on sweeps alone; add -m",
     "data.train=": "data.train=: empty; expected a file",
     "data.extra=5": "data.extra=5: expected a mapping",
     "position=rope,alibi": "position=rope,alibi: several values; for a sweep add -m",

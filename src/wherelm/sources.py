@@ -368,7 +368,7 @@ def _split_off(train: Examples, config: DataConfig) -> tuple[Examples, Examples]
         if not all(len(table) for table in tables):
             raise ValueError(
                 f"data.train={config.train}: too little to split validation off; give "
-                "data.validation=FILE, or more messages"
+                "data.validation=FILE, or more messages (equal ones stay together)"
             )
         both = pa.concat_tables(table.replace_schema_metadata() for table in tables)
         counts = {"kept": len(tables[0]), "held_out": moved}
