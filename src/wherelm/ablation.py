@@ -20,7 +20,7 @@ from typing import Any
 SUMMARY = "summary.json"
 STOP, CACHE = ".stop", ".cache"
 LEARNING_RATE = "learning_rate"
-TUNING_SEED = 1000  # so far behind the first final seed tuning's begin: they never meet
+TUNING_SEED = 1000  # how far behind the first final seed those of tuning begin: they never meet
 WIDENINGS = 2
 # What changes no number that is compared, or has a place of its own in a folder's name.
 UNNAMED = (("name",), ("seed",), ("tracking",), ("training", "threads"), ("data", "cache"))

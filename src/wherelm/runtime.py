@@ -72,8 +72,8 @@ def step_dtype(x: torch.Tensor) -> torch.dtype:
 
     torch's attention and small products take twice as long there in bfloat16.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return wide if x.device.type == "cpu" else x.dtype
+    on_cpu = x.device.type == "cpu"
+    return torch.promote_types(x.dtype, torch.float32) if on_cpu else x.dtype
 
 
 def keep_freed_memory() -> None:

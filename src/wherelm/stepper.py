@@ -25,13 +25,13 @@ ONE_DNN = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def fastest_product(weight_NC: Tensor, rows: int) -> str:
-    """How a CPU multiplies so many rows with these weights in the least time.
+    """How so many rows are multiplied with a large matrix in the least time.
 
     "plain": torch's product. "pieces": a batch of as many pieces of the matrix as there are
     threads, because torch reads float32 weights for one row with one. "packed": oneDNN's product
     of weights that were laid out for it once.
     """
-    if weight_NC.device.type != "cpu" or weight_NC.numel() < LARGE:
+    if weight_NC.device.type != "cpu":
         return "plain"
     if rows == 1 and weight_NC.dtype == torch.float32:
         return "plain" if weight_NC.shape[0] % torch.get_num_threads() else "pieces"
@@ -52,7 +52,8 @@ class Product:
         self.bias_N = None if biases[0] is None else torch.cat(biases)
         small = weight_NC.device.type == "cpu" and weight_NC.numel() < LARGE
         weight_NC = weight_NC.to(step_dtype(weight_NC)) if small else for_products(weight_NC)
-        self.dtype, self.form = weight_NC.dtype, fastest_product(weight_NC, rows)
+        self.dtype = weight_NC.dtype
+        self.form = "plain" if small else fastest_product(weight_NC, rows)
         if self.form == "packed":
             self.weights = torch.ops.mkldnn._reorder_linear_weight(weight_NC.detach(), rows)
             self.packed_product = torch.ops.mkldnn._linear_pointwise.default

@@ -193,7 +193,7 @@ def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> 
 
 
 def micro_shape(config: RunConfig) -> tuple[int, tuple[int, int] | None]:
-    """The most slots of a micro-batch, and the one shape (rows, slots) of a compiled graph's."""
+    """The most slots of a micro-batch; for a compiled graph also the shape of all: rows, slots."""
     budget = config.training.micro_tokens or config.training.batch_tokens
     context = config.model.context
     return budget, (max(1, budget // context), context) if config.training.compile else None
