@@ -271,7 +271,7 @@ class Sampler:
     `bucketed` shuffles, sorts by length within pools, cuts into portions, shuffles these and joins
     MIX of them to a batch, which then holds short and long examples as any batch should; `padded`
     leaves the sorting out; `packed` fills rows of `capacity` slots with examples of a pool.
-    The whole state is (seed, epoch, position).
+    The whole state is (seed, epoch, position); `batches` are those of the epoch, in order.
     """
 
     lengths: np.ndarray
@@ -284,7 +284,7 @@ class Sampler:
 
     def __post_init__(self):
         self.widths = widths_of(self.lengths)
-        self._batches = self.batches_of(self.epoch)
+        self.batches = self.batches_of(self.epoch)
 
     def batches_of(self, epoch: int) -> list[Rows]:
         """All batches of one epoch, in order."""
@@ -315,16 +315,16 @@ class Sampler:
     def __iter__(self) -> Iterator[Rows]:
         """Goes on from (epoch, position), without end; the state then names the next batch."""
         while True:
-            while self.position < len(self._batches):
+            while self.position < len(self.batches):
                 self.position += 1
-                yield self._batches[self.position - 1]
+                yield self.batches[self.position - 1]
             self.epoch, self.position = self.epoch + 1, 0
-            self._batches = self.batches_of(self.epoch)
+            self.batches = self.batches_of(self.epoch)
 
     @property
     def epochs_done(self) -> float:
         """Epochs handed out so far, the present one as the share of its batches."""
-        return self.epoch + self.position / len(self._batches)
+        return self.epoch + self.position / len(self.batches)
 
     def micro_batches(self, rows: Rows, budget: int) -> list[Rows]:
         """A batch cut into portions of `budget` slots at most, and of one length if bucketed."""
@@ -347,7 +347,7 @@ def examples_of(rows: Rows) -> np.ndarray:
 def token_ledger(store: TokenStore) -> dict[str, int]:
     """Input slots of a store whose next token is learned, and those that are only read."""
     real = int(store.lengths.sum())
-    supervised = int(store.trained_positions().sum())
+    supervised = int(store.learned.sum()) - int(store.learned[store.offsets[:-1]].sum())
     return {"supervised": supervised, "read_only": real - supervised}
 
 
@@ -359,7 +359,8 @@ def padding_ledger(
     `budget` and `shape` are those of micro-batches, as for `Sampler.micro_batches` and `collate`.
     """
     real = int(store.lengths.sum())
-    parts = [part for b in sampler.batches_of(0) for part in sampler.micro_batches(b, budget)]
+    batches = sampler.batches if sampler.epoch == 0 else sampler.batches_of(0)
+    parts = [part for rows in batches for part in sampler.micro_batches(rows, budget)]
     if shape is None:
         slots = sum(len(rows) * padded_width(store, rows) for rows in parts)
     else:

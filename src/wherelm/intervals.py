@@ -57,13 +57,14 @@ def welch_interval(values_S: Sequence[float], others_S: Sequence[float]) -> Inte
 
 
 def _student(mean: float, error: float, freedom: float) -> Interval:
-    from scipy import stats
+    # scipy.stats has both too, and takes three times as long to import.
+    from scipy.special import stdtr, stdtrit
 
     mean = float(mean)
     if error == 0:
         return Interval(mean, mean, mean, float(mean == 0))
-    reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
-    p = 2 * float(stats.t.sf(abs(mean) / error, freedom))
+    reach = error * float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    p = 2 * float(stdtr(freedom, -abs(mean) / error))
     return Interval(mean, mean - reach, mean + reach, p)
 
 
