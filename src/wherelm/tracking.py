@@ -120,15 +120,13 @@ def _init_wandb(wandb: Any, folder: Path, config: RunConfig, mode: str) -> Any:
 
 def draw_curve(folder: Path) -> None:
     """curve.png: training and validation loss by supervised tokens, from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     # A layout that looks for its margins would draw everything twice.
     margins = {"left": 0.1, "right": 0.98, "bottom": 0.13, "top": 0.97}
-    figure, axes = pyplot.subplots(figsize=(7, 4), gridspec_kw=margins)
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots(gridspec_kw=margins)
     train = [line for line in lines if "split" not in line]
     axes.plot([p["targets"] for p in train], [p["loss"] for p in train], label="training", lw=0.8)
     watched = [line for line in lines if line.get("split") == "validation"]
@@ -139,4 +137,3 @@ def draw_curve(folder: Path) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(folder / "curve.png", dpi=120)
-    pyplot.close(figure)

@@ -208,13 +208,11 @@ def grow(axis: str, rounds: int, memory: dict[Point, float]) -> Growth:
 
 def draw(grown: Sequence[Growth], path: Path) -> None:
     """Measured points, and the expected slopes from where the larger half begins."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-    figure, axes = pyplot.subplots(2, len(grown), figsize=(3.1 * len(grown), 6), sharey="row")
+    figure = Figure(figsize=(3.1 * len(grown), 6))
+    axes = figure.subplots(2, len(grown), sharey="row")
     units = ((1e6, "microseconds a token"), (1.0, "peak memory, MB"))
     for column, growth in enumerate(grown):
         for row, (factor, label) in enumerate(units):
@@ -246,7 +244,6 @@ def draw(grown: Sequence[Growth], path: Path) -> None:
                 panel.set_ylabel(label)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def table(grown: Sequence[Growth], rounds: int) -> str:
