@@ -5,6 +5,7 @@ Shapes: B rows, T slots, N examples.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -250,18 +251,19 @@ def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[np.ndarr
     An example goes into the fullest row that still has room for it. Longer ones than the capacity
     get a row of their own.
     """
-    rooms: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # rows by the slots left
-    own: list[list[int]] = []
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # the slots left in each row and its number, sorted
     for index in order[np.argsort(-lengths[order], kind="stable")].tolist():
         length = int(lengths[index])
-        if length > capacity:
-            own.append([index])
-            continue
-        room = next((left for left in range(length, capacity) if rooms[left]), capacity)
-        row = rooms[room].pop() if room < capacity else []
-        row.append(index)
-        rooms[room - length].append(row)
-    return [np.array(row) for row in own + [row for rows in rooms for row in rows]]
+        fullest = bisect_left(rooms, (length, 0))
+        if fullest < len(rooms):
+            room, number = rooms.pop(fullest)
+        else:
+            room, number = max(length, capacity), len(rows)
+            rows.append([])
+        rows[number].append(index)
+        insort(rooms, (room - length, number))
+    return [np.array(row) for row in rows]
 
 
 @dataclass
