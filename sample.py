@@ -323,8 +323,8 @@ class Answerer:
             warn("--bfloat16: this machine does not multiply bfloat16, so it is slower")
         self.tokenizer, self.options, self.sampling = loaded.tokenizer, options, sampling
         self.streams = loaded.config.data.format == "stream"
-        if self.streams and not options.raw:
-            raise ValueError("this model has learned a stream of plain text, not turns: add --raw")
+        if not options.raw and not loaded.state.get("turns", not self.streams):
+            raise ValueError("this model has learned plain text, not turns: add --raw")
 
     def prompt_tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of each prompt, cut to the context; a warning counts what was dropped."""

@@ -177,6 +177,8 @@ def test_a_longer_context_cuts_the_data_and_leaves_the_trained_one_to_the_scheme
         (["position.bas=3"], "position.bas: no such key; did you mean position.base?"),
         (["nosuch=3"], "nosuch: no such key"),
         (["evaluation.splits=[tset]"], "evaluation.splits=tset: expected one of train, validation"),
+        (["training.steps=5"], "training.steps=5: changes nothing for weights that are trained"),
+        (["optimizer.name=muon"], "optimizer.name=muon: changes nothing for weights that are tra"),
     ],
 )
 def test_what_the_weights_were_not_made_for_is_one_line(tmp_path, pairs, message):

@@ -379,6 +379,13 @@ def test_a_model_of_a_stream_continues_the_bare_text_and_knows_no_turns(monkeypa
     assert tokens == generate(loaded.model, bare, sampling, loaded.tokenizer.eos)[0].tokens
 
 
+def test_a_model_of_plain_texts_says_that_it_knows_no_turns(loaded, monkeypatch, capsys):
+    loaded.state["turns"] = False
+    assert run(monkeypatch, "Once") == 2
+    assert "has learned plain text, not turns: add --raw" in capsys.readouterr().err
+    assert run(monkeypatch, "--raw", "--max-tokens", "3", "Once") == 0
+
+
 def test_a_chat_reads_the_turns_before_and_survives_a_mistake(loaded, monkeypatch, capsys):
     terminal = io.StringIO()
     terminal.isatty = lambda: True

@@ -196,6 +196,15 @@ def test_only_the_best_and_the_last_checkpoint_are_kept(fit, tmp_path):
     assert min(losses) == pytest.approx(min(watched))
 
 
+def test_a_checkpoint_says_whether_its_model_has_read_turns(fit, tmp_path):
+    fit("turns")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"Send the {a} and the {b}.\n" for a in WORDS for b in WORDS))
+    fit("texts", data={"train": str(texts)})
+    states = [checkpoint.load_state(checkpoint.last(tmp_path / n)) for n in ("turns", "texts")]
+    assert [state["turns"] for state in states] == [True, False]
+
+
 def test_chained_hashes_tell_other_batches_and_other_orders_apart():
     def chain(*batches, shift=0, learned=True):
         store = TokenStore.from_lists([([i + shift, 9], [learned, True]) for i in range(4)])

@@ -20,6 +20,7 @@ from wherelm.schemes import SCHEMES
 from wherelm.tokenizer import Tokenizer
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+REREAD = ("data", "evaluation", "position", "model")  # groups that matter to trained weights
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
     """The same weights under `key=value` overrides, such as a rotary extension, at no training.
 
     Of the model its window may change, and `model.context` cuts the data alone: to the scheme the
-    trained context stays what it was. ValueError for what the weights were not made for.
+    trained context stays what it was. ValueError for what the weights were not made for, and for
+    what changes nothing when they are read.
     """
     before = plain(loaded.config)
     values = with_overrides(before, pairs)
@@ -93,6 +95,13 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
             "position.KEY=VALUE"
         )
     config = run_config(values)
+    for pair in pairs:
+        key = pair.partition("=")[0]
+        if key.partition(".")[0] not in REREAD and key not in ("seed", "training.precision"):
+            raise ValueError(
+                f"{pair}: changes nothing for weights that are trained; expected keys of "
+                f"{', '.join(REREAD)}, or training.precision, or seed"
+            )
     for key, value in before["model"].items():
         if values["model"][key] != value and key not in ("context", "window"):
             raise ValueError(

@@ -39,7 +39,8 @@ SUMMARY = "summary.json"
 class State:
     """Where a run stands; beside weights and optimiser all that resuming needs.
 
-    `positions` counts the targets that were learned at each position.
+    `positions` counts the targets that were learned at each position. `turns` is False where all
+    that train holds is plain text, so that a prompt can only be continued.
     """
 
     step: int = 0
@@ -51,6 +52,7 @@ class State:
     share: float = 0.0
     validation_loss: float = math.inf
     positions: list[int] = field(default_factory=list)
+    turns: bool = True
 
 
 def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     if last:
         optimizer.load_state(checkpoint.load_optimizer(last))
     store = data.stores["train"]
+    state.turns = bool((store.ids == data.tokenizer.assistant).any())
     sampler = Sampler(
         store.lengths,
         config.training.batch_tokens,
