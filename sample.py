@@ -273,9 +273,10 @@ class Printer:
 
     def _take(self, text: str) -> None:
         self.held += text
-        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        # The one that is complete first, wherever tokens begin and end.
+        found = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
         self.stopped = bool(found)
-        self._emit(min(found) if found else len(self.held) - self._possible_stop())
+        self._emit(min(found)[1] if found else len(self.held) - self._possible_stop())
 
     def _possible_stop(self) -> int:
         """How many of the last characters may be the beginning of a stop."""

@@ -84,7 +84,10 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     from hydra_plugins.wherelm_sweeper import quoted
     from wherelm.config import load_yaml, with_overrides
 
-    run = Path(next(a for a in arguments if a.startswith(RESUME)).removeprefix(RESUME))
+    runs = [a for a in arguments if a.startswith(RESUME)]
+    if len(runs) > 1 or {"-m", "--multirun"} & set(arguments):
+        raise ValueError(f"{' '.join(runs)}: goes on with one run; leave out the others, and -m")
+    run = Path(runs[0].removeprefix(RESUME))
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{RESUME}{run}: no run there; give a folder such as runs/NAME/TIME")
     saved = load_yaml(run / "config.yaml")
@@ -154,7 +157,7 @@ def command() -> int:
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

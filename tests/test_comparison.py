@@ -97,7 +97,20 @@ def test_runs_on_other_batches_are_never_paired(tmp_path):
     assert difference.mean == pytest.approx((0.12 + 0.09 + 0.10) / 3)
     assert found.unpaired_seeds == {"alibi": [2], "none": [0, 1, 2, 3]}
     text = comparison.table(found, [*rope, *alibi, *none])
-    assert "alibi: seeds [2] saw other batches than rope and are not compared" in text
+    assert "alibi: seeds [2] had other data than rope and are not compared" in text
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_runs_that_were_measured_on_other_data_are_not_paired(tmp_path, split):
+    jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
+    for job in jobs:
+        digests = {"validation": "a", "test": "b", "longer": job.arm.scheme}
+        digests[split] += job.arm.scheme
+        place = job.folder / "summary.json"
+        place.write_text(json.dumps(json.loads(place.read_text()) | {"digests": digests}))
+    found = comparison.compare(jobs, "test.loss", "rope")
+    assert found.equal_tokens == []
+    assert found.unpaired_seeds == {"alibi": [0, 1, 2, 3]}
 
 
 def test_failed_and_tuning_runs_pair_with_nothing(tmp_path):

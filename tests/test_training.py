@@ -243,6 +243,19 @@ def test_a_run_killed_in_its_final_measurement_makes_no_further_step(
     assert lines[0] == lines[1]
 
 
+def test_a_run_whose_data_has_changed_does_not_go_on(fit, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        fit("run")
+    files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    changed = config(tmp_path)
+    messages = tmp_path / "messages.jsonl"
+    messages.write_text(messages.read_text().replace("Send", "Mail"))
+    with pytest.raises(ValueError, match="split train has changed since this run was stopped"):
+        training.fit(changed, tmp_path / "run", tmp_path, resume=True)
+    assert files == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
 def test_a_signal_during_the_final_measurement_lets_it_end_and_is_told(fit, tmp_path, monkeypatch):
     measure = training.measure
 

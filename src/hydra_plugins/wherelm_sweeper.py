@@ -102,7 +102,9 @@ class AblationSweeper(BasicSweeper):
                 )
             shown = [key for key in varied if key != "position"]
             own = [pair for pair in pairs if pair.partition("=")[0] in shown]
-            label = " ".join([config.position.name, *own])
+            # A file's name, for several files may set up one scheme.
+            options = dict(pair.split("=", 1) for pair in pairs)
+            label = " ".join([options.get("position", config.position.name), *own])
             arms.append(Arm(label, tuple(pairs), plain(config)))
         labels = [arm.label for arm in arms]
         if settings.baseline is not None and settings.baseline not in labels:
@@ -300,6 +302,14 @@ class AblationSweeper(BasicSweeper):
             print(f"do what is missing with {again}={self.folder}", file=sys.stderr)
             return code or 1
         shutil.rmtree(self.folder / ablation.CACHE, ignore_errors=True)
+        if all(ablation.read(job.summary, settings.metric) is None for job in final):
+            measured = ", ".join(final[0].summary["splits"][settings.split])
+            print(
+                f"error: ablation.metric={settings.metric}: no run has it; {settings.split} was "
+                f"measured by {measured}",
+                file=sys.stderr,
+            )
+            return 1
         return 0
 
 

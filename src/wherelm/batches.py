@@ -5,6 +5,7 @@ Shapes: B rows, T slots, N examples.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -114,6 +115,12 @@ class TokenStore:
     def widths(self) -> np.ndarray:
         """The slots of a row that each example would be padded to."""
         return widths_of(self.lengths)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that is read and learned: equal stores have equal ones."""
+        parts = (self.offsets, self.ids.astype(np.int64), self.learned)
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
     def first(self, count: int) -> TokenStore:
         """The first so many examples."""

@@ -70,7 +70,7 @@ def load(folder: Path) -> Loaded:
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: no checkpoint, for {name} is missing in it")
     config = run_config(load_yaml(folder / "config.yaml"))
-    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder)
     model = build_model(config, tokenizer.vocab_size)
     load_weights(model, folder)
     state = load_state(folder)
@@ -116,13 +116,13 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
     return replace(loaded, model=model.eval(), config=config)
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder / "tokenizer.json")
+
+
 def load_weights(model: Decoder, folder: Path) -> None:
     place = folder / WEIGHTS
-    try:
-        weights = load_file(place)
-    except SafetensorError as error:
-        raise ValueError(f"{place}: damaged ({error}); take another copy") from error
-    _fill(model, weights, str(place), "take both from one checkpoint")
+    _fill(model, _tensors(place), str(place), "take both from one checkpoint")
 
 
 def _fill(model: Decoder, weights: Mapping[str, Tensor], place: str, fix: str) -> None:
@@ -145,14 +145,24 @@ def load_optimizer(folder: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{folder}: holds weights alone, without {OPTIMIZER}, and cannot be resumed"
         )
-    return load_file(folder / OPTIMIZER)
+    return _tensors(folder / OPTIMIZER)
+
+
+def _tensors(place: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(place)
+    except SafetensorError as error:
+        raise ValueError(f"{place}: damaged ({error}); take another copy") from error
 
 
 def load_state(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / STATE}: not valid JSON ({error})") from error
+    if not isinstance(state, dict) or not {"step", "share", "validation_loss"} <= state.keys():
+        raise ValueError(f"{folder / STATE}: damaged (expected step, share, validation_loss, …)")
+    return state
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -66,7 +66,7 @@ class Comparison:
     baseline: str
     equal_tokens: list[Difference]
     equal_time: list[Difference]
-    unpaired_seeds: dict[str, list[int]]  # complete, but on other batches than the baseline
+    unpaired_seeds: dict[str, list[int]]  # complete, but trained or measured on other data
 
 
 def compare(jobs: Sequence[Job], metric: str, baseline: str) -> Comparison:
@@ -84,7 +84,7 @@ def compare(jobs: Sequence[Job], metric: str, baseline: str) -> Comparison:
             partner = by_seed[baseline].get(seed)
             if partner is None:
                 continue
-            same = job.summary["batches_hash"] == partner.summary["batches_hash"]
+            same = _data_of(job, metric) == _data_of(partner, metric)
             (pairs if same else strangers).append((job, partner))
         if strangers:
             other[arm] = [job.seed for job, _ in strangers]
@@ -96,6 +96,13 @@ def compare(jobs: Sequence[Job], metric: str, baseline: str) -> Comparison:
         if None not in timed:
             seconds.append(_difference(arm, pairs, timed))
     return Comparison(metric, time_metric, baseline, _corrected(tokens), _corrected(seconds), other)
+
+
+def _data_of(job: Job, metric: str) -> tuple[str, ...]:
+    """Hashes of the batches that were learned, and of the splits that are compared."""
+    digests = job.summary.get("digests", {})
+    splits = (metric.rpartition(".")[0], "validation")
+    return job.summary["batches_hash"], *(digests.get(split, "") for split in splits)
 
 
 def _difference(
@@ -193,7 +200,7 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
     found = {d.arm: d for d in comparison.equal_tokens}
     for arm in arms:
         values = _values(complete[arm], metric)
-        spread = f"{statistics.stdev(values):9.4f}" if len(values) > 1 else f"{'-':>9}"
+        spread = f"{statistics.stdev(values):>9.4f}" if len(values) > 1 else f"{'-':>9}"
         mean = f"{statistics.fmean(values):9.4f}" if values else f"{'-':>9}"
         adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
         tested = _tested(found.get(arm), metric)
@@ -217,7 +224,7 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
         lines.append(f"{d.arm:{width}}{_range(d.unpaired):>24}{r:>12}{_range(d.examples):>24}")
     lines += ["", *_costs(complete, width), *_secondary(complete, metric, width)]
     for arm, seeds in comparison.unpaired_seeds.items():
-        lines.append(f"{arm}: seeds {seeds} saw other batches than {baseline} and are not compared")
+        lines.append(f"{arm}: seeds {seeds} had other data than {baseline} and are not compared")
     return "\n".join(line.rstrip() for line in lines)
 
 

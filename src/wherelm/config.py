@@ -254,8 +254,16 @@ def save_yaml(values: Mapping[str, Any], path: Path) -> None:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: damaged ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{path}: damaged (expected keys and values)")
+    return values
 
 
 def with_overrides(values: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def score(
         with autocast or contextlib.nullcontext():
             logits_NV, targets_N = learned_logits(model, batch)
         at_N = store.offsets[indices][rows] + slots + 1
-        nats_E[at_N] = F.cross_entropy(logits_NV, targets_N, reduction="none").double().cpu()
+        nats_E[at_N] = F.cross_entropy(logits_NV, targets_N, reduction="none").cpu()
         correct_E[at_N] = (logits_NV.argmax(-1) == targets_N).cpu()
         scored_E[at_N] = True
     model.train(training)
@@ -186,9 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from wherelm.config import project_root
 
     root = project_root()
-    pairs = [word for word in options.run if "=" in word]
+    pairs = [word for word in options.run if "=" in word and not Path(word).exists()]
     try:
-        for path in [word for word in options.run if "=" not in word] or [None]:
+        for path in [word for word in options.run if word not in pairs] or [None]:
             folder = checkpoint.find(path, root)
             trained = checkpoint.load(folder)
             loaded = checkpoint.reread(trained, pairs)

@@ -101,7 +101,7 @@ def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
     p_BV = sorted_BV.softmax(-1)
     likelier_BV = p_BV.cumsum(-1) - p_BV
     dropped_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-    dropped_BV.scatter_(-1, order_BV, likelier_BV >= p)
+    dropped_BV.scatter_(-1, order_BV, likelier_BV >= max(p, torch.finfo(p_BV.dtype).tiny))
     return logits_BV.masked_fill(dropped_BV, -math.inf)
 
 

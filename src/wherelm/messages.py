@@ -101,14 +101,17 @@ def messages_of(dataset: datasets.Dataset, batch: int = 4096) -> Iterator[list[M
 def messages_from_row(row: Any, text_column: str = "text") -> list[Message]:
     """The example in a row with the column `messages`, `prompt` and `completion`, or `text`.
 
-    A `text_column` other than "text" is preferred to all of them; a bare string counts as a text,
-    and `messages` may be JSON. ValueError says what is wrong, EmptyExample that nothing is said.
+    With a `text_column` other than "text" that column alone is taken. A bare string counts as a
+    text, and `messages` may be JSON. ValueError says what is wrong, EmptyExample that nothing is
+    said.
     """
     if isinstance(row, str):
         return [_message("text", row, "the text")]
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with {COLUMNS}, found {_kind(row)}")
-    if text_column in row and text_column != "text":
+    if text_column != "text":
+        if text_column not in row:
+            raise ValueError(f"has {_columns(row)}; expected {text_column} (data.text_column)")
         return [_message("text", row[text_column], text_column)]
     if "messages" in row:
         return _conversation(row["messages"])
@@ -117,10 +120,14 @@ def messages_from_row(row: Any, text_column: str = "text") -> list[Message]:
         return [_message(role, row[column], column) for role, column in pairs]
     if "text" in row:
         return [_message("text", row["text"], "text")]
-    found = ", ".join(map(str, row)) or "nothing"
     raise ValueError(
-        f"has {found[:200]}; expected {COLUMNS} (or name the text's column with data.text_column=…)"
+        f"has {_columns(row)}; expected {COLUMNS} (or name the text's column with "
+        "data.text_column=…)"
     )
+
+
+def _columns(row: dict) -> str:
+    return (", ".join(map(str, row)) or "nothing")[:200]
 
 
 def group_of_row(row: Any) -> str | None:

@@ -110,6 +110,14 @@ class WarmupStableDecay(Constant):
     cooldown: float = 0.5
     final: float = 0.0
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.warmup + self.cooldown > 1:
+            raise ValueError(
+                f"schedule.warmup={self.warmup}, schedule.cooldown={self.cooldown}: expected "
+                "shares that add up to 1 at most"
+            )
+
     def after_warmup(self, progress: float) -> float:
         share = max(0.0, progress - (1 - self.cooldown)) / max(self.cooldown, 1e-9)
         return 1 - (1 - self.final) * share

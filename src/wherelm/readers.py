@@ -80,6 +80,9 @@ def _json_rows(file: BinaryIO) -> Rows:
             at_line = getattr(error, "lineno", line)
             raise UnreadableFile(f":{at_line}: not valid JSON ({error})") from error
         yield str(line), row
+    if inside and text[at + 1 :].strip():
+        place = text.count("\n", 0, at) + 1
+        raise UnreadableFile(f":{place}: something follows the list; expected one list, or none")
     if inside and at == len(text):
         raise UnreadableFile(f":{text.count(chr(10)) + 1}: not valid JSON (the list does not end)")
 
@@ -153,6 +156,8 @@ def readers(format: str) -> dict[str, Callable[[BinaryIO], Rows]]:
 def _without_mark(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file, without the byte order mark that some programs put first."""
     for number, line in enumerate(file):
+        if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UnreadableFile(": is UTF-16; save it as UTF-8")
         yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
 
 

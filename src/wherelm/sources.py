@@ -79,6 +79,8 @@ class DataConfig:
         for name in self.extra:
             if name in SPLITS:
                 raise ValueError(f"data.extra.{name}: expected another name, or data.{name}=…")
+            if not name or set("/\\.") & set(name):  # it becomes part of keys and of file names
+                raise ValueError(f"data.extra.{name}: expected a name without /, \\ and dots")
         for name, path in self.paths.items():
             if not path.strip():
                 raise ValueError(f"{_key(name)}={path}: empty; expected {_accepted(self)}")

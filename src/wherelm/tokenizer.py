@@ -281,8 +281,9 @@ class DecodeStream:
     def push(self, id: int) -> str:
         """The text that has become certain with this token."""
         self._ids.append(id)
-        # A character whose last bytes are still to come decodes to one U+FFFD at the end.
-        return self._new(self._tokenizer.decode(self._ids).removesuffix("\ufffd"))
+        # A character whose last bytes are still to come decodes to U+FFFD at the end, one for all
+        # of its bytes or, by a tokeniser that falls back to bytes, one for each.
+        return self._new(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
 
     def flush(self) -> str:
         """What is left when no token follows."""

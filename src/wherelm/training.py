@@ -40,7 +40,8 @@ class State:
     """Where a run stands; beside weights and optimiser all that resuming needs.
 
     `positions` counts the targets that were learned at each position. `turns` is False where all
-    that train holds is plain text, so that a prompt can only be continued.
+    that train holds is plain text, so that a prompt can only be continued. `digests`
+    tell what each split holds.
     """
 
     step: int = 0
@@ -53,6 +54,7 @@ class State:
     validation_loss: float = math.inf
     positions: list[int] = field(default_factory=list)
     turns: bool = True
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
@@ -71,7 +73,9 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     state = State(**checkpoint.load_state(last)) if last else State()
 
     splits = ("train", "validation", *config.final_splits)
-    data = pipeline.prepare(config, root, splits)
+    tokenizer = checkpoint.load_tokenizer(last) if last else None
+    data = pipeline.prepare(config, root, splits, tokenizer)
+    expect_same_data(state, data)
     model = checkpoint.build_model(config, data.tokenizer.vocab_size)
     initialize(model, config.seed)
     if last:
@@ -180,9 +184,24 @@ def check_folder(folder: Path, resume: bool) -> None:
             f"{folder}: holds a run already; go on with resume={folder}, or give another folder"
         )
     if resume and (folder / SUMMARY).exists():
-        summary = json.loads((folder / SUMMARY).read_text())
-        if summary["status"] == "complete":
+        try:
+            summary = json.loads((folder / SUMMARY).read_text())
+        except ValueError as error:
+            raise ValueError(f"{folder / SUMMARY}: damaged ({error}); delete it") from error
+        if summary.get("status") == "complete":
             raise ValueError(f"{folder}: this run is complete, with {summary['step']} steps")
+
+
+def expect_same_data(state: State, data: pipeline.Data) -> None:
+    """Notes the digests of the splits; ValueError where a run that goes on had others."""
+    digests = {split: store.digest for split, store in data.stores.items()}
+    for split, digest in digests.items():
+        if state.digests.get(split, digest) != digest:
+            raise ValueError(
+                f"the split {split} has changed since this run was stopped: restore its data, or "
+                "begin a new run"
+            )
+    state.digests = digests
 
 
 def share_done(config: RunConfig, step: int, targets: int, sampler: Sampler) -> float:

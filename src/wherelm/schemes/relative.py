@@ -59,7 +59,7 @@ def t5_bucket(d: Tensor, buckets: int, max_distance: int) -> Tensor:
     Text-to-Text Transformer" (Raffel et al., 2020), section 2.1.
     """
     exact = buckets // 2
-    share = (d.clamp(min=exact).double() / exact).log() / math.log(max_distance / exact)
+    share = (d.clamp(min=exact).float() / exact).log() / math.log(max_distance / exact)
     far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
     return torch.where(d < exact, d.long(), far)
 
