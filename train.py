@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 ROOT = Path(__file__).resolve().parent
 RESUME = "resume="
+SWEEP = {"-m", "--multirun"}
 EXTRAS = {"joblib": "parallel", "submitit_local": "slurm", "submitit_slurm": "slurm"}
 
 
@@ -85,7 +86,7 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     from wherelm.config import load_yaml, with_overrides
 
     runs = [a for a in arguments if a.startswith(RESUME)]
-    if len(runs) > 1 or {"-m", "--multirun"} & set(arguments):
+    if len(runs) > 1 or SWEEP & set(arguments):
         raise ValueError(f"{' '.join(runs)}: goes on with one run; leave out the others, and -m")
     run = Path(runs[0].removeprefix(RESUME))
     if not (run / "config.yaml").is_file():
@@ -151,13 +152,19 @@ def command() -> int:
     try:
         if any(argument.startswith(RESUME) for argument in sys.argv[1:]):
             sys.argv[1:] = resume_arguments(sys.argv[1:])
+        # Hydra takes -m before the overrides or behind them, but not among them.
+        sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in SWEEP)
         check_grammar(sys.argv[1:])
         sys.argv[1:] = open_mappings(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {what}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
