@@ -107,6 +107,25 @@ def test_without_any_run_the_shipped_checkpoint_or_a_fix(tmp_path):
         checkpoint.find(None, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("config.yaml", "a: [", checkpoint.load),
+        ("config.yaml", "", checkpoint.load),
+        ("config.yaml", "- a", checkpoint.load),
+        ("state.json", "{}", checkpoint.load),
+        ("state.json", "[]", checkpoint.load),
+        ("optimizer.safetensors", "cut", checkpoint.load_optimizer),
+    ],
+)
+def test_other_damaged_files_are_named_in_one_line(tmp_path, name, content, read):
+    place, _ = saved(tmp_path)
+    (place / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}: damaged") as caught:
+        read(place)
+    assert "\n" not in str(caught.value)
+
+
 def test_damaged_weights_are_named(tmp_path):
     place, _ = saved(tmp_path)
     weights = place / "model.safetensors"

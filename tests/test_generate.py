@@ -96,7 +96,8 @@ def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_p():
     assert kept(keep_top_p(logits_BV, 0.45)) == [False, True, False, False]
     assert kept(keep_top_p(logits_BV, 0.55)) == [False, True, False, True]
     assert kept(keep_top_p(logits_BV, 0.8)) == [True, True, False, True]
-    assert kept(keep_top_p(logits_BV, 1e-9)) == [False, True, False, False]
+    for p in (1e-9, 1e-46):  # the second is 0 in float32
+        assert kept(keep_top_p(logits_BV, p)) == [False, True, False, False]
 
 
 def test_min_p_is_relative_to_the_likeliest():

@@ -48,6 +48,12 @@ def test_every_schedule_rises_in_a_line_and_peaks_at_one(name):
     assert learning_rate_factor(schedule, 0.1) == pytest.approx(1.0)
 
 
+def test_a_warm_up_never_meets_the_cool_down():
+    WarmupStableDecay(warmup=0.5, cooldown=0.5)
+    with pytest.raises(ValueError, match=r"warmup=0\.6, schedule\.cooldown=0\.5: expected"):
+        WarmupStableDecay(warmup=0.6, cooldown=0.5)
+
+
 def test_schedules_by_hand():
     assert learning_rate_factor(Cosine(warmup=0.0, final=0.1), 0.5) == pytest.approx(0.55)
     assert learning_rate_factor(Cosine(warmup=0.2, final=0.1), 1.0) == pytest.approx(0.1)

@@ -311,6 +311,17 @@ def test_text_ends_before_the_stop_and_nothing_of_it_is_written(text):
     assert printer.stopped == ("END" in text)
 
 
+@pytest.mark.parametrize("pieces", [["yes x"], ["y", "e", "s", " ", "x"], ["ye", "s x"]])
+def test_of_stops_that_overlap_the_one_that_is_complete_first_counts(pieces):
+    tokenizer = Tokenizer.train(TokenizerConfig(kind="bytes"), [])
+    printer = sample.Printer(tokenizer, ["es ", "s"])
+    for piece in pieces:
+        printer._take(piece)
+        if printer.stopped:
+            break
+    assert printer.close() == "ye"
+
+
 def test_stop_ends_a_reply_with_the_finish_stop(loaded, monkeypatch, capsys):
     run(monkeypatch, "--json", "--max-tokens", "30", "Hi")
     free = json_lines(capsys.readouterr().out)[0]

@@ -155,6 +155,9 @@ def test_a_malformed_row_of_any_kind_of_file_is_named(tmp_path, name, content, p
         ("data.json", b'[{"text": "ok"},\n{"text" 3}]', "data.json:2: not valid JSON"),
         ("data.json", b'[{"text": "ok"}\n', "data.json:2: not valid JSON"),
         ("data.json", b'\n"\xff"', "data.json:2: not valid UTF-8"),
+        ("data.json", b'["a"]\n["b"]', "data.json:1: something follows the list"),
+        ("data.txt", "hello".encode("utf-16"), "data.txt: is UTF-16; save it as UTF-8"),
+        ("data.csv", "text\nhello".encode("utf-16"), "data.csv: is UTF-16; save it as UTF-8"),
         ("data.parquet", b"no parquet", "data.parquet: not a parquet file"),
         ("data.txt.gz", b"no gzip", "data.txt.gz: cannot be read"),
         ("data.txt.gz", gzip.compress(b"hello\n" * 99)[:-9], "data.txt.gz: cannot be read"),
@@ -347,6 +350,7 @@ def test_a_cache_that_cannot_be_written_names_the_key(tmp_path):
         ({"validation_fraction": 0.0}, "data.validation_fraction=0.0"),
         ({"limit": 0}, "data.limit=0"),
         ({"extra": {"test": "x"}}, r"data\.extra\.test"),
+        ({"extra": {"a/b": "x"}}, r"data\.extra\.a/b: expected a name without /"),
     ],
 )
 def test_impossible_settings_name_the_key(options, message):

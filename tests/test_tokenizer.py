@@ -229,6 +229,34 @@ def test_half_a_character_is_held_back_until_it_is_whole():
     assert [stream.push(id) for id in tokenizer.encode("é🙂")] == ["", "é", "", "", "", "🙂"]
 
 
+@pytest.mark.parametrize("text", ["a 😀 b", "é", "日本語😀 é"])
+def test_a_tokenizer_that_falls_back_to_bytes_streams_what_it_decodes(tmp_path, text):
+    alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {token: id for id, token in enumerate(alphabet)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    stream, shown = tokenizer.stream(), ""
+    for id in tokenizer.encode(text):
+        shown += stream.push(id)
+        assert text.startswith(shown)
+    assert shown + stream.flush() == text
+
+
 def test_tokens_are_readable_in_pictures():
     single, merged = TOKENIZERS["bytes"], TOKENIZERS["bpe"]
     assert merged.token_text(merged.eos) == "<EOS>"

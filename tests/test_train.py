@@ -162,6 +162,9 @@ def test_resuming_refuses_overrides_that_differ_and_accepts_those_that_do_not(fi
     folder, _ = finished
     with pytest.raises(ValueError, match=r"model\.width=64: differs from the run's own"):
         train.resume_arguments([f"resume={folder}", "model.width=64"])
+    for more in (f"resume={folder}", "-m"):
+        with pytest.raises(ValueError, match="goes on with one run"):
+            train.resume_arguments([f"resume={folder}", more])
     arguments = train.resume_arguments([f"resume={folder}", "seed=0"])
     assert arguments == ["resume=true", f"hydra.run.dir='{folder}'"]
 

@@ -205,6 +205,26 @@ def test_a_checkpoint_says_whether_its_model_has_read_turns(fit, tmp_path):
     assert [state["turns"] for state in states] == [True, False]
 
 
+@pytest.mark.parametrize("pattern", [False, True], ids=["alone", "in a pattern"])
+def test_a_scheme_is_told_how_far_training_is_and_again_when_it_is_loaded(fit, tmp_path, pattern):
+    def position(drop_at):
+        own = {"name": "drope", "drop_at": drop_at}
+        layers = [{"scheme": own, "window": None}, {"scheme": {"name": "none"}, "window": None}]
+        return {"name": "hybrid", "pattern": layers} if pattern else own
+
+    fit("half", position=position(0.5))
+    fit("whole", position=position(1.0))
+    losses = [
+        [line["loss"] for line in metrics(tmp_path / run) if "split" not in line]
+        for run in ("half", "whole")
+    ]
+    # Step 7 of 12 is the first that begins with half of training done.
+    assert losses[0][:6] == losses[1][:6]
+    assert losses[0][6] != losses[1][6]
+    scheme = checkpoint.load(checkpoint.last(tmp_path / "half")).model.scheme.for_layer(0)
+    assert scheme.dropped
+
+
 def test_chained_hashes_tell_other_batches_and_other_orders_apart():
     def chain(*batches, shift=0, learned=True):
         store = TokenStore.from_lists([([i + shift, 9], [learned, True]) for i in range(4)])
