@@ -251,6 +251,30 @@ def test_without_a_named_baseline_arms_are_compared_to_the_first(tmp_path, monke
     assert found["baseline"] == "rope model.layers=2"
 
 
+def test_two_files_of_one_scheme_are_two_arms_and_a_metric_that_no_run_has_is_an_error(tmp_path):
+    own = tmp_path / "conf" / "position" / "rope_50.yaml"
+    own.parent.mkdir(parents=True)
+    shipped = (ROOT / "configs" / "position" / "rope.yaml").read_text()
+    own.write_text(shipped.replace("base: 10000.0", "base: 50.0"))
+    assert "base: 50.0\n" in own.read_text()
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"line {number}\n" for number in range(90)))
+    command = [
+        *("--config-dir", str(own.parents[1]), *TINY, "training.steps=2", "ablation.seeds=1"),
+        *("-m", "position=rope,rope_50", "data=messages", f"data.train='{texts}'"),
+        *("ablation.metric=validation.exact_match", f"hydra.sweep.dir='{tmp_path / 'sweep'}'"),
+    ]
+    with started(*command) as process:
+        code, _, error = ended(process)
+    rows = list(csv.DictReader((tmp_path / "sweep" / "results.csv").open()))
+    assert [(row["arm"], float(row["position.base"])) for row in rows] == [
+        ("rope", 10_000),
+        ("rope_50", 50),
+    ]
+    assert code == 1
+    assert "ablation.metric=validation.exact_match: no run has it" in error
+
+
 def test_an_experiment_of_several_schemes_is_a_sweep_without_being_told(tmp_path):
     sweep = tmp_path / "sweep"
     tiny = [each for each in TINY if not each.startswith("training.steps")]
