@@ -149,13 +149,14 @@ def check_together(options: argparse.Namespace) -> None:
         raise ValueError("--stop '': expected a text that is not empty")
     if options.raw and options.system is not None:
         raise ValueError("--system: a plain text has no system message; leave out --raw")
-    if getattr(options, "greedy", False):
+    greedy = "--greedy" if getattr(options, "greedy", False) else "--temperature 0"
+    if greedy == "--greedy" or getattr(options, "temperature", None) == 0:
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            if hasattr(options, name):
-                option = "--" + name.replace("_", "-")
-                raise ValueError(f"{option}: has no effect with --greedy; leave out one of the two")
+            option = "--" + name.replace("_", "-")
+            if hasattr(options, name) and not greedy.startswith(option):
+                raise ValueError(f"{option}: has no effect with {greedy}; leave out one of the two")
         if options.num > 1:
-            raise ValueError(f"--num {options.num}: all replies are the same with --greedy")
+            raise ValueError(f"--num {options.num}: all replies are the same with {greedy}")
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
@@ -201,7 +202,7 @@ def file_prompts(path: Path, options: argparse.Namespace) -> Iterator[Prompt]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in numbered_lines(lines, str(path)):
             try:
-                if path.suffix == ".jsonl":
+                if path.suffix.lower() == ".jsonl":
                     yield row_prompt(json.loads(line), options)
                 else:
                     yield text_prompt(line, options)
@@ -216,7 +217,7 @@ def numbered_lines(lines: Iterable[str], name: str) -> Iterator[tuple[int, str]]
     try:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield number, line.rstrip("\n")
+                yield number, line.rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not valid UTF-8 ({error})") from error
 
@@ -230,9 +231,9 @@ def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     if options.file is not None:
         prompts += file_prompts(Path(options.file), options)
     elif not prompts:
-        if sys.stdin is None or sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             return []
-        lines = numbered_lines(sys.stdin, "standard input")
+        lines = numbered_lines(sys.stdin or (), "standard input")
         prompts = [text_prompt(line, options) for _, line in lines]
     if not prompts:
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
@@ -470,9 +471,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    for stream in (sys.stdin, sys.stdout):
+    # Some programs put a byte order mark first.
+    for stream, encoding in ((sys.stdin, "utf-8-sig"), (sys.stdout, "utf-8")):
         if stream is not None and hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8")
+            stream.reconfigure(encoding=encoding)
     try:
         return main()
     except KeyboardInterrupt:

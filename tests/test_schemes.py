@@ -745,6 +745,14 @@ def test_rope_warns_where_most_pairs_turn_less_than_one_radian():
     assert "11 of 16 pairs" in scheme("rope", width=64, context=16).warnings()[0]
 
 
+def test_rotations_that_are_left_out_are_told():
+    for options in ({"p": 0.0}, {"fraction": 0.0}):
+        (line,) = scheme("rope", context=128, **options).warnings()
+        assert "no pair is left to rotate" in line
+    for share, what in ((0.0, "nothing ever rotates"), (1.0, "nothing is recalibrated")):
+        assert what in scheme("drope", context=128, drop_at=share).warnings()[-1]
+
+
 def test_t5_warns_of_buckets_that_training_never_reaches():
     assert scheme("t5", context=128, max_distance=128).warnings() == []
     (line,) = scheme("t5", context=64, max_distance=128).warnings()

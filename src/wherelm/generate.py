@@ -58,8 +58,9 @@ class Sampling:
             ("top_k", self.top_k is None or self.top_k >= 1, "a whole number of 1 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and up to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
-            ("max_tokens", self.max_tokens >= 1, "a whole number of 1 or more"),
+            # Logits and memory have room for no more.
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "1e-6 to 1e6; 1 is off"),
+            ("max_tokens", 1 <= self.max_tokens <= 10**6, "a whole number, 1 to 1,000,000"),
         )
         for name, valid, expected in rules:
             if not valid:

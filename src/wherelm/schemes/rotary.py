@@ -214,6 +214,11 @@ class Rope(PositionScheme):
     def warnings(self) -> list[str]:
         context = self.shape.context
         lines = slow_pairs(self.frequencies_P, self.config.base, context)
+        if not len(self.frequencies_P):
+            lines.append(
+                f"position.fraction={self.config.fraction:g}, position.p={self.config.p:g}: no "
+                "pair is left to rotate, as with position=none"
+            )
         if self.config.scaling is not None and self.config.factor == 1:
             lines.append(
                 f"position.scaling={self.config.scaling} changes nothing with position.factor=1"
@@ -264,7 +269,11 @@ class Drope(Rope):
         return x_BHTK if self.dropped else super().rotate(x_BHTK, positions_BT, role)
 
     def warnings(self) -> list[str]:
-        return slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
+        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
+        if self.config.drop_at in (0, 1):
+            when = "nothing ever rotates" if self.config.drop_at == 0 else "nothing is recalibrated"
+            lines.append(f"position.drop_at={self.config.drop_at:g}: {when}; give a share between")
+        return lines
 
 
 class Pope(PositionScheme):
