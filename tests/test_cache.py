@@ -95,3 +95,14 @@ def test_a_warm_start_makes_its_first_step_without_slow_imports(tmp_path):
         [sys.executable, "-c", STEP, str(tmp_path)], capture_output=True, text=True
     )
     assert process.stderr.splitlines()[-1] == "first step with []"
+
+
+@pytest.mark.parametrize("name", ["counts.json", "state.json", "data-00000-of-00001.arrow"])
+def test_a_damaged_entry_is_named_with_what_to_do(tmp_path, name):
+    def build():
+        return datasets.Dataset.from_dict({"n": [1, 2, 3]}), {"rows": 3}
+
+    stored(tmp_path, "examples-x", build)
+    (tmp_path / "examples-x" / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"examples-x: damaged .*; delete this folder"):
+        stored(tmp_path, "examples-x", build)

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,9 @@ def stored(
         with _beside(place) as part:
             _save(dataset, part)
             (part / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
-    counts = json.loads((place / COUNTS).read_text(encoding="utf-8"))
-    return _mapped(place), counts
+    with _reading(place):
+        counts = json.loads((place / COUNTS).read_text(encoding="utf-8"))
+        return _mapped(place), counts
 
 
 def stored_text(folder: Path | None, name: str, build: Callable[[], str]) -> str:
@@ -65,7 +66,8 @@ def stored_text(folder: Path | None, name: str, build: Callable[[], str]) -> str
         text = build()
         with _beside(place) as part:
             (part / "text").write_text(text, encoding="utf-8")
-    return (place / "text").read_text(encoding="utf-8")
+    with _reading(place):
+        return (place / "text").read_text(encoding="utf-8")
 
 
 def _present(place: Path) -> bool:
@@ -73,6 +75,15 @@ def _present(place: Path) -> bool:
     with contextlib.suppress(OSError):
         os.utime(place)
     return place.is_dir()
+
+
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """ValueError, with the fix, where an entry turns out to be damaged."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:  # Arrow's own are among them
+        raise ValueError(f"{place}: damaged ({error}); delete this folder") from error
 
 
 class _beside:

@@ -200,8 +200,8 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
     found = {d.arm: d for d in comparison.equal_tokens}
     for arm in arms:
         values = _values(complete[arm], metric)
-        spread = f"{statistics.stdev(values):>9.4f}" if len(values) > 1 else f"{'-':>9}"
-        mean = f"{statistics.fmean(values):9.4f}" if values else f"{'-':>9}"
+        spread = f" {statistics.stdev(values):8.4f}" if len(values) > 1 else f"{'-':>9}"
+        mean = f" {statistics.fmean(values):8.4f}" if values else f"{'-':>9}"
         adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
         tested = _tested(found.get(arm), metric)
         lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{tested}")

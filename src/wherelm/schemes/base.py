@@ -5,6 +5,7 @@ Shapes: B batch, T query slots, S key slots, D width, H heads, K head width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,5 +113,5 @@ def float64_positions(positions_BT: Tensor) -> Tensor:
 
 def expect_base(base: float) -> None:
     """ValueError for a base whose frequencies do not fall."""
-    if base <= 1:
+    if not 1 < base < math.inf:  # false for NaN as well
         raise ValueError(f"position.base={base}: expected a number above 1")
