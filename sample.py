@@ -149,14 +149,15 @@ def check_together(options: argparse.Namespace) -> None:
         raise ValueError("--stop '': expected a text that is not empty")
     if options.raw and options.system is not None:
         raise ValueError("--system: a plain text has no system message; leave out --raw")
-    greedy = "--greedy" if getattr(options, "greedy", False) else "--temperature 0"
-    if greedy == "--greedy" or getattr(options, "temperature", None) == 0:
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            option = "--" + name.replace("_", "-")
-            if hasattr(options, name) and not greedy.startswith(option):
-                raise ValueError(f"{option}: has no effect with {greedy}; leave out one of the two")
+    greedy = getattr(options, "greedy", False)
+    if greedy or getattr(options, "temperature", None) == 0:
+        why = "--greedy" if greedy else "--temperature 0"
+        for name in (*(["temperature"] if greedy else []), "top_k", "top_p", "min_p"):
+            if hasattr(options, name):
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option}: has no effect with {why}; leave out one of the two")
         if options.num > 1:
-            raise ValueError(f"--num {options.num}: all replies are the same with {greedy}")
+            raise ValueError(f"--num {options.num}: all replies are the same with {why}")
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:

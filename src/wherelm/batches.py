@@ -119,8 +119,10 @@ class TokenStore:
     @cached_property
     def digest(self) -> str:
         """A hash of all that is read and learned: equal stores have equal ones."""
-        parts = (self.offsets, self.ids.astype(np.int64), self.learned)
-        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
+        digest = hashlib.sha256()
+        for part in (self.offsets, self.ids, self.learned):
+            digest.update(np.ascontiguousarray(part))  # read where it lies: it may be large
+        return digest.hexdigest()[:16]
 
     def first(self, count: int) -> TokenStore:
         """The first so many examples."""

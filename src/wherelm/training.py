@@ -40,8 +40,8 @@ class State:
     """Where a run stands; beside weights and optimiser all that resuming needs.
 
     `positions` counts the targets that were learned at each position. `turns` is False where all
-    that train holds is plain text, so that a prompt can only be continued. `digests`
-    tell what each split holds.
+    that train holds is plain text, so that a prompt can only be continued. `digests` tell what
+    each split holds.
     """
 
     step: int = 0
