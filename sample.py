@@ -11,16 +11,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from wherelm.command_line import ArgumentParser
 
 if TYPE_CHECKING:
     from wherelm.checkpoint import Loaded
-    from wherelm.generate import Sampling
-    from wherelm.messages import Message
-    from wherelm.tokenizer import Tokenizer
+    from wherelm.data.messages import Message
+    from wherelm.sampling.drawing import Sampling
+    from wherelm.sampling.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parent
 GROUP = 256  # replies of one batch, and of one step of the progress bar
@@ -43,21 +44,6 @@ examples:
   python sample.py --run runs/errands/2026-01-31_12-00-00 --greedy --json --file prompts.txt
   echo "Sign the contract after you file the invoice." | python sample.py --num 3
 """
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What is to be answered: `given` as it was written, and its messages."""
-
-    given: str | list
-    messages: list[Message]
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Says a mistake in one line, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (python sample.py --help shows every option)\n")
 
 
 def argument_parser() -> ArgumentParser:
@@ -163,152 +149,41 @@ def check_together(options: argparse.Namespace) -> None:
 def sampling_of(options: argparse.Namespace) -> Sampling:
     from dataclasses import fields
 
-    from wherelm.generate import Sampling
+    from wherelm.sampling.drawing import Sampling
 
     names = [field.name for field in fields(Sampling)]
     return Sampling(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
-def text_prompt(text: str, options: argparse.Namespace) -> Prompt:
-    from wherelm.messages import Message, check_encodable
-
-    check_encodable(text, "the prompt")
-    if not text.strip() and not options.raw:
-        raise ValueError("an empty prompt: expected a message (or --raw, to start from nothing)")
-    return Prompt(text, [Message("text" if options.raw else "user", text)])
-
-
-def row_prompt(row: Any, options: argparse.Namespace) -> Prompt:
-    """The prompt of one parsed line of a .jsonl file."""
-    from wherelm.messages import messages_from_row
-
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        return text_prompt(row["prompt"], options)
-    if not isinstance(row, dict) or "messages" not in row:
-        raise ValueError('expected {"prompt": "…"} or {"messages": [{"role", "content"}, …]}')
-    if options.raw:
-        raise ValueError("--raw continues plain text, and here are messages")
-    messages = messages_from_row(row)
-    if messages[-1].role == "assistant":
-        messages.pop()
-    if not messages:
-        raise ValueError("expected a message to answer")
-    return Prompt(row["messages"], messages)
-
-
-def file_prompts(path: Path, options: argparse.Namespace) -> Iterator[Prompt]:
-    """The prompts of a file; ValueError names file and line."""
-    if not path.is_file():
-        raise ValueError(f"--file {path}: no such file")
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in numbered_lines(lines, str(path)):
-            try:
-                if path.suffix.lower() == ".jsonl":
-                    yield row_prompt(json.loads(line), options)
-                else:
-                    yield text_prompt(line, options)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not valid JSON ({error.msg})") from error
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
-
-
-def numbered_lines(lines: Iterable[str], name: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, without their ends, from number 1."""
-    try:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not valid UTF-8 ({error})") from error
-
-
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     """All prompts, with the system message before them; none at all means a chat."""
+    from wherelm.run_folder import CONFIG
+    from wherelm.sampling.prompts import (
+        Prompt,
+        file_prompts,
+        numbered_lines,
+        text_prompt,
+        with_system,
+    )
+
     for text in options.prompts:
-        if os.path.isfile(os.path.join(text, "config.yaml")):  # False for a text of any length
+        if os.path.isfile(os.path.join(text, CONFIG)):  # False for a text of any length
             raise ValueError(f"{text}: a run, not a prompt; give it as --run {text}")
-    prompts = [text_prompt(text, options) for text in options.prompts]
+    prompts = [text_prompt(text, options.raw) for text in options.prompts]
     if options.file is not None:
-        prompts += file_prompts(Path(options.file), options)
+        prompts += file_prompts(Path(options.file), options.raw)
     elif not prompts:
         if sys.stdin is not None and sys.stdin.isatty():
             return []
         lines = numbered_lines(sys.stdin or (), "standard input")
-        prompts = [text_prompt(line, options) for _, line in lines]
+        prompts = [text_prompt(line, options.raw) for _, line in lines]
     if not prompts:
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     return [Prompt(p.given, with_system(p.messages, options.system)) for p in prompts]
 
 
-def with_system(messages: list[Message], system: str | None) -> list[Message]:
-    from wherelm.messages import Message
-
-    if system is None or messages[0].role == "system":
-        return messages
-    return [Message("system", system), *messages]
-
-
-class Printer:
-    """Turns one reply's tokens into text that ends before any of the `stops`.
-
-    `write` gets the text as soon as it is certain: never half a character, and never what might
-    become a stop.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], write: Callable | None = None):
-        self.stream, self.stops, self.write = tokenizer.stream(), stops, write
-        self.text, self.held, self.stopped = "", "", False
-
-    def push(self, token: int) -> bool:
-        """Takes the next token; True where the reply ends with it."""
-        self._take(self.stream.push(token))
-        return self.stopped
-
-    def close(self) -> str:
-        """Writes what was held back; returns the whole text."""
-        if not self.stopped:
-            self._take(self.stream.flush())
-        if not self.stopped:
-            self._emit(len(self.held))
-        return self.text
-
-    def _take(self, text: str) -> None:
-        self.held += text
-        # The one that is complete first, wherever tokens begin and end.
-        found = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
-        self.stopped = bool(found)
-        self._emit(min(found)[1] if found else len(self.held) - self._possible_stop())
-
-    def _possible_stop(self) -> int:
-        """How many of the last characters may be the beginning of a stop."""
-        sizes = [
-            size
-            for stop in self.stops
-            for size in range(1, min(len(stop), len(self.held) + 1))
-            if self.held.endswith(stop[:size])
-        ]
-        return max(sizes, default=0)
-
-    def _emit(self, size: int) -> None:
-        text, self.held = self.held[:size], self.held[size:]
-        self.text += text
-        if self.write is not None and text:
-            self.write(text)
-
-
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
-
-
-def newest_tokens(ids: list[int], context: int, max_tokens: int, bos: int) -> list[int]:
-    """A prompt longer than the context, cut as the help text says; any other as it is."""
-    if len(ids) <= context:
-        return ids
-    room = max(context - max_tokens, context // 2, 1)
-    if ids[0] == bos and room > 1:
-        return [bos, *ids[len(ids) - room + 1 :]]
-    return ids[len(ids) - room :]
 
 
 class Answerer:
@@ -331,7 +206,8 @@ class Answerer:
 
     def prompt_tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of each prompt, cut to the context; a warning counts what was dropped."""
-        from wherelm.messages import Message, prompt_spans
+        from wherelm.data.messages import Message, prompt_spans
+        from wherelm.sampling.prompts import newest_tokens
 
         context, kept, dropped = self.model.config.context, [], 0
         for prompt in prompts:
@@ -356,7 +232,8 @@ class Answerer:
 
         `first_row` numbers the first reply, for its random numbers.
         """
-        from wherelm.generate import generate
+        from wherelm.sampling.generation import generate
+        from wherelm.sampling.printer import Printer
 
         options, context = self.options, self.model.config.context
         ids = [tokens for tokens in self.prompt_tokens(prompts) for _ in range(options.num)]
@@ -412,7 +289,8 @@ class Answerer:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (editing and history of the input line)
 
-        from wherelm.messages import Message
+        from wherelm.data.messages import Message
+        from wherelm.sampling.prompts import Prompt, text_prompt, with_system
 
         history: list[Message] = []
         turn = 0
@@ -425,7 +303,7 @@ class Answerer:
             if not line.strip():
                 continue
             try:
-                asked = history + text_prompt(line, self.options).messages
+                asked = history + text_prompt(line, self.options.raw).messages
                 prompt = Prompt(line, with_system(asked, self.options.system))
                 texts = self.answer([prompt], turn * self.options.num)
             except ValueError as error:

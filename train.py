@@ -28,8 +28,9 @@ EXTRAS = {"joblib": "parallel", "submitit_local": "slurm", "submitit_slurm": "sl
 
 @hydra.main(config_path=str(ROOT / "configs"), config_name="train", version_base="1.3")
 def main(values: DictConfig) -> None:
-    from wherelm import training
     from wherelm.config import load_yaml, run_config
+    from wherelm.run_folder import CONFIG
+    from wherelm.training import loop
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     composed = OmegaConf.to_container(values, resolve=True)
@@ -43,8 +44,8 @@ def main(values: DictConfig) -> None:
         for override in HydraConfig.get().overrides.task:
             if override.startswith("ablation."):
                 raise ValueError(f"{override}: acts on sweeps alone; add -m")
-        config = run_config(load_yaml(folder / "config.yaml") if resume else composed)
-        summary = training.fit(config, folder, ROOT, resume)
+        config = run_config(load_yaml(folder / CONFIG) if resume else composed)
+        summary = loop.fit(config, folder, ROOT, resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -58,40 +59,42 @@ def run_job(values: dict[str, Any], folder: Path) -> None:
     """One job of a sweep. What it raises goes to its summary, so that the other jobs go on."""
     import torch
 
-    from wherelm import ablation, training
+    from wherelm.ablation import folder as jobs
     from wherelm.config import run_config
+    from wherelm.training import loop
 
-    if ablation.stopped(folder.parent):
+    if jobs.stopped(folder.parent):
         return
     threads = torch.get_num_threads()
     try:
-        summary = training.fit(run_config(values), folder, ROOT, ablation.ready(folder))
+        summary = loop.fit(run_config(values), folder, ROOT, jobs.ready(folder))
     except Exception as error:
         known = isinstance(error, ValueError)
         logging.getLogger("wherelm").error("error: %s", error, exc_info=not known)
-        ablation.write_failure(folder, error)
+        jobs.write_failure(folder, error)
         return
     except KeyboardInterrupt:  # in a worker, while it does not train
-        ablation.stop(folder.parent, 130)
+        jobs.stop(folder.parent, 130)
         return
     finally:
         torch.set_num_threads(threads)  # for the next job in this process
     if summary["exit_code"]:
-        ablation.stop(folder.parent, summary["exit_code"])
+        jobs.stop(folder.parent, summary["exit_code"])
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
     """Hydra's arguments for `resume=RUN`: its folder, and no override that differs from it."""
-    from hydra_plugins.wherelm_sweeper import quoted
+    from wherelm.command_line import quoted
     from wherelm.config import load_yaml, with_overrides
+    from wherelm.run_folder import CONFIG
 
     runs = [a for a in arguments if a.startswith(RESUME)]
     if len(runs) > 1 or SWEEP & set(arguments):
         raise ValueError(f"{' '.join(runs)}: goes on with one run; leave out the others, and -m")
     run = Path(runs[0].removeprefix(RESUME))
-    if not (run / "config.yaml").is_file():
+    if not (run / CONFIG).is_file():
         raise ValueError(f"{RESUME}{run}: no run there; give a folder such as runs/NAME/TIME")
-    saved = load_yaml(run / "config.yaml")
+    saved = load_yaml(run / CONFIG)
     for pair in (a for a in arguments if not a.startswith(RESUME)):
         if with_overrides(saved, [pair]) != saved:
             raise ValueError(

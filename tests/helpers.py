@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wherelm.batches import Batch, TokenStore, collate
-from wherelm.model import Decoder, ModelConfig, initialize
-from wherelm.schemes import SCHEMES
+from wherelm.batches.batch import Batch, collate
+from wherelm.batches.store import TokenStore
+from wherelm.model.decoder import Decoder, ModelConfig, initialize
+from wherelm.schemes import SCHEMES, build_scheme
 from wherelm.seeds import torch_generator
 
 VOCABULARY = 23
@@ -37,7 +38,7 @@ def random_decoder(
     """
     small = {"layers": 2, "width": 16, "heads": 4, "context": CONTEXT}
     config = ModelConfig(**{**small, **changes})
-    scheme = SCHEMES[name](SCHEMES[name].Config(**(options or {})), config.shape)
+    scheme = build_scheme(SCHEMES[name].Config(**(options or {})), config.shape)
     model = Decoder(config, scheme, VOCABULARY)
     initialize(model, seed)
     with torch.no_grad():

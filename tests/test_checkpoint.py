@@ -7,8 +7,8 @@ import torch
 
 from wherelm import checkpoint
 from wherelm.config import run_config
-from wherelm.model import initialize
-from wherelm.tokenizer import Tokenizer, TokenizerConfig
+from wherelm.model.decoder import initialize
+from wherelm.tokenizer.training import TokenizerConfig, train_tokenizer
 
 
 def config(tied=False, scheme="learned"):
@@ -31,7 +31,7 @@ def config(tied=False, scheme="learned"):
 
 def saved(folder, step=1, loss=1.0, tied=False, scheme="learned", seed=0):
     settings = config(tied, scheme)
-    tokenizer = Tokenizer.train(settings.tokenizer, ())
+    tokenizer = train_tokenizer(settings.tokenizer, ())
     model = checkpoint.build_model(settings, tokenizer.vocab_size)
     initialize(model, seed)
     with torch.no_grad():

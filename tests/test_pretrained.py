@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from wherelm import checkpoint
-from wherelm.generate import Sampling, generate
-from wherelm.messages import Message, prompt_spans
+from wherelm.data.messages import Message, prompt_spans
+from wherelm.sampling.drawing import Sampling
+from wherelm.sampling.generation import generate
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETRAINED = ROOT / "data" / "pretrained"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.benchmarks import recipe
 from tests.test_config import composed
 from wherelm.config import run_config
-from wherelm.model import ModelConfig
+from wherelm.model.decoder import ModelConfig
 
 
 def random_gpt():

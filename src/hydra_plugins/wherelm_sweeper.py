@@ -1,7 +1,7 @@
 """Hydra's side of a sweep: composes its arms, has its jobs launched, and reports.
 
 Hydra takes a sweeper from its own plugin namespace alone. What a sweep is lives in
-`wherelm.ablation`, and what comes out of it in `wherelm.comparison`.
+`wherelm.ablation`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from wherelm.command_line import quoted
+
 if TYPE_CHECKING:
-    from wherelm.ablation import AblationConfig, Arm, Job
+    from wherelm.ablation.plan import AblationConfig, Arm, Job
     from wherelm.config import RunConfig
 
 # What a job says goes to its train.log alone; the terminal shows how the sweep gets on.
@@ -48,18 +50,19 @@ class AblationSweeper(BasicSweeper):
 
         Ends the process: with 1 where jobs failed or did not end, 130 or 143 where it was stopped.
         """
-        from wherelm import ablation
+        from wherelm.ablation import folder as state
+        from wherelm.ablation import plan
+        from wherelm.ablation.progress import Progress
         from wherelm.config import typed
-        from wherelm.progress import Progress
 
         values = OmegaConf.to_container(self.config.ablation)
-        settings = typed(ablation.AblationConfig, values, "ablation")
+        settings = typed(plan.AblationConfig, values, "ablation")
         # The folder's name may hold `${hydra:…}`, which reads this.
         HydraConfig.instance().set_config(self.config)
         self.folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         arms = self.arms(arguments, settings)
         self.folder.mkdir(parents=True, exist_ok=True)
-        ablation.go(self.folder)
+        state.go(self.folder)
         tuned = settings.tune * settings.learning_rates * settings.tuning_seeds
         self.progress = Progress(len(arms) * (tuned + settings.seeds))
         jobs: list[Job] = []
@@ -68,7 +71,7 @@ class AblationSweeper(BasicSweeper):
             rates = self.tune(arms, settings, jobs) if settings.tune else {}
             first = arms[0].config["seed"]
             final = [
-                ablation.make_job(self.folder, arm, seed, "final", rates.get(arm.label))
+                plan.make_job(self.folder, arm, seed, "final", rates.get(arm.label))
                 for seed in range(first, first + settings.seeds)
                 for arm in arms
             ]
@@ -80,7 +83,7 @@ class AblationSweeper(BasicSweeper):
 
     def arms(self, arguments: Sequence[str], settings: AblationConfig) -> list[Arm]:
         """What is compared, each composed and checked; ValueError before anything is trained."""
-        from wherelm.ablation import Arm, short_hash
+        from wherelm.ablation.plan import Arm, short_hash
         from wherelm.config import plain
 
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -144,16 +147,16 @@ class AblationSweeper(BasicSweeper):
 
         `jobs` receives the runs that this took.
         """
-        from wherelm import ablation
+        from wherelm.ablation import plan, tuning
 
-        first = arms[0].config["seed"] + ablation.TUNING_SEED
+        first = arms[0].config["seed"] + plan.TUNING_SEED
         lower = upper = 0
-        for widening in range(ablation.WIDENINGS + 1):
+        for widening in range(tuning.WIDENINGS + 1):
             jobs[:] = [
-                ablation.make_job(self.folder, arm, seed, "tune", rate)
+                plan.make_job(self.folder, arm, seed, "tune", rate)
                 for seed in range(first, first + settings.tuning_seeds)
                 for arm in arms
-                for rate in ablation.grid(
+                for rate in tuning.grid(
                     arm.config["optimizer"]["learning_rate"],
                     settings.learning_rates,
                     lower,
@@ -161,14 +164,14 @@ class AblationSweeper(BasicSweeper):
                 )
             ]
             self.launch(jobs)
-            curves = ablation.sensitivities(jobs, settings.metric)
-            ablation.write_tuning(self.folder / "tuning.csv", curves)
+            curves = tuning.sensitivities(jobs, settings.metric)
+            tuning.write_tuning(self.folder / "tuning.csv", curves)
             edges = {curve.edge for curve in curves} - {None}
-            if not edges or widening == ablation.WIDENINGS:
+            if not edges or widening == tuning.WIDENINGS:
                 break
             lower, upper = lower + ("lowest" in edges), upper + ("highest" in edges)
             self.progress.total += len(edges) * len(arms) * settings.tuning_seeds
-        print(ablation.tuning_table(curves), flush=True)
+        print(tuning.tuning_table(curves), flush=True)
         return {curve.arm.label: curve.best for curve in curves if curve.best is not None}
 
     def launch(self, jobs: Sequence[Job]) -> None:
@@ -176,7 +179,7 @@ class AblationSweeper(BasicSweeper):
 
         A launcher that loses a worker ends early: its jobs are then found killed or missing.
         """
-        from wherelm import ablation
+        from wherelm.ablation import folder as state
 
         missing = [job for job in jobs if job.status != "complete"]
         if not missing:
@@ -184,23 +187,23 @@ class AblationSweeper(BasicSweeper):
         parallel = self.parallel(len(missing))
         more = [f"hydra.sweep.dir={quoted(self.folder)}", *QUIET]
         if parallel > 1 and missing[0].config["training"]["threads"] is None:
-            more.append(f"training.threads={max(1, ablation.cores() // parallel)}")
+            more.append(f"training.threads={max(1, state.cores() // parallel)}")
         if missing[0].config["data"]["cache"] is None:
-            more.append(f"data.cache={quoted(self.folder / ablation.CACHE)}")
+            more.append(f"data.cache={quoted(self.folder / state.CACHE)}")
         with self.progress.watching(jobs), self.stopping():
             if self.kind != "BasicLauncher":
                 self.tokenize(missing)
             batch = self.max_batch_size or (
                 parallel if self.kind == "LocalLauncher" else len(missing)
             )
-            while missing and not ablation.stopped(self.folder):
+            while missing and not state.stopped(self.folder):
                 for start in range(0, len(missing), batch):
                     self.start(missing[start : start + batch], start, more)
                 # Jobs that never began, since a worker was lost: again, as long as some begin.
                 former, missing = missing, [job for job in missing if job.status == "missing"]
                 if len(missing) == len(former) or self.kind not in WORKERS:
                     break
-        if code := ablation.stopped(self.folder):
+        if code := state.stopped(self.folder):
             raise Stopped(code)
 
     def start(self, jobs: Sequence[Job], number: int, more: Sequence[str]) -> None:
@@ -224,7 +227,7 @@ class AblationSweeper(BasicSweeper):
 
     def parallel(self, jobs: int) -> int:
         """How many jobs share this machine at a time."""
-        from wherelm.ablation import cores
+        from wherelm.ablation.folder import cores
 
         if self.kind == "JoblibLauncher":
             asked = self.config.hydra.launcher.n_jobs
@@ -235,13 +238,14 @@ class AblationSweeper(BasicSweeper):
 
     def tokenize(self, jobs: Sequence[Job]) -> None:
         """Fills the cache once, so that jobs that begin together need not all do it."""
-        from wherelm import ablation, pipeline
+        from wherelm import pipeline
+        from wherelm.ablation import folder as state
         from wherelm.config import project_root, run_config
 
         seen = set()
         for job in jobs:
             data = job.config["data"] | {
-                "cache": job.config["data"]["cache"] or str(self.folder / ablation.CACHE)
+                "cache": job.config["data"]["cache"] or str(self.folder / state.CACHE)
             }
             config = run_config(job.config | {"data": data})
             key = json.dumps(
@@ -260,10 +264,10 @@ class AblationSweeper(BasicSweeper):
         A job that runs in this process sees to them itself while it trains; workers get Ctrl-C from
         the terminal and SIGTERM from here. Queued jobs elsewhere go on, and new ones do not begin.
         """
-        from wherelm import ablation
+        from wherelm.ablation import folder as state
 
         def note(number: int, frame: object) -> None:
-            ablation.stop(self.folder, 128 + number)
+            state.stop(self.folder, 128 + number)
             if self.kind not in WORKERS:
                 raise Stopped(128 + number)
             for each, handler in former.items():
@@ -283,15 +287,17 @@ class AblationSweeper(BasicSweeper):
 
     def report(self, jobs: Sequence[Job], settings: AblationConfig, code: int) -> int:
         """Writes results.csv and comparison.json, prints them; the exit status of the sweep."""
-        from wherelm import ablation, comparison
+        from wherelm.ablation import comparison, results, tables
+        from wherelm.ablation import folder as state
+        from wherelm.run_folder import figure_of
 
-        ablation.write_csv(self.folder / "results.csv", ablation.results(jobs))
+        results.write_csv(self.folder / "results.csv", results.results(jobs))
         final = [job for job in jobs if job.phase == "final"]
         if any(job.status == "complete" for job in final):
             baseline = settings.baseline or final[0].arm.label
             found = comparison.compare(final, settings.metric, baseline)
             comparison.save(found, self.folder / "comparison.json")
-            print(f"\n{comparison.table(found, final)}\n")
+            print(f"\n{tables.table(found, final)}\n")
         print(f"results: {self.folder / 'results.csv'}", flush=True)
         undone = [job for job in jobs if job.status != "complete"]
         for job in undone:
@@ -301,8 +307,8 @@ class AblationSweeper(BasicSweeper):
             again = "the same command with hydra.sweep.dir"
             print(f"do what is missing with {again}={self.folder}", file=sys.stderr)
             return code or 1
-        shutil.rmtree(self.folder / ablation.CACHE, ignore_errors=True)
-        if all(ablation.read(job.summary, settings.metric) is None for job in final):
+        shutil.rmtree(self.folder / state.CACHE, ignore_errors=True)
+        if all(figure_of(job.summary, settings.metric) is None for job in final):
             measured = ", ".join(final[0].summary["splits"][settings.split])
             print(
                 f"error: ablation.metric={settings.metric}: no run has it; {settings.split} was "
@@ -311,12 +317,6 @@ class AblationSweeper(BasicSweeper):
             )
             return 1
         return 0
-
-
-def quoted(path: Path) -> str:
-    """A path as a value in Hydra's grammar."""
-    escaped = str(path).replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def children() -> list[int]:

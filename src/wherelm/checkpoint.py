@@ -15,11 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wherelm.config import RunConfig, load_yaml, plain, run_config, save_yaml, with_overrides
-from wherelm.model import Decoder
-from wherelm.schemes import SCHEMES
-from wherelm.tokenizer import Tokenizer
+from wherelm.model.decoder import Decoder
+from wherelm.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    OPTIMIZER,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    checkpoints,
+    write_json,
+)
+from wherelm.schemes import build_scheme
+from wherelm.tokenizer.tokenizer import Tokenizer
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 REREAD = ("data", "evaluation", "position", "model")  # groups that matter to trained weights
 
 
@@ -35,7 +44,7 @@ class Loaded:
 
 def build_model(config: RunConfig, vocab_size: int) -> Decoder:
     """The decoder of a configuration, its parameters not yet initialised."""
-    scheme = SCHEMES[config.position.name](config.position, config.model.shape)
+    scheme = build_scheme(config.position, config.model.shape)
     return Decoder(config.model, scheme, vocab_size)
 
 
@@ -56,9 +65,9 @@ def save(
     save_file(weights, part / WEIGHTS)
     if optimizer is not None:
         save_file({name: t.cpu().contiguous() for name, t in optimizer.items()}, part / OPTIMIZER)
-    tokenizer.save(part / "tokenizer.json")
-    save_yaml(plain(config), part / "config.yaml")
-    (part / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    tokenizer.save(part / TOKENIZER)
+    save_yaml(plain(config), part / CONFIG)
+    write_json(part / STATE, state)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(part, folder)
 
@@ -66,10 +75,10 @@ def save(
 def load(folder: Path) -> Loaded:
     """A saved checkpoint; ValueError where a file is missing or does not fit the others."""
     folder = Path(folder)
-    for name in (WEIGHTS, STATE, "config.yaml", "tokenizer.json"):
+    for name in (WEIGHTS, STATE, CONFIG, TOKENIZER):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: no checkpoint, for {name} is missing in it")
-    config = run_config(load_yaml(folder / "config.yaml"))
+    config = run_config(load_yaml(folder / CONFIG))
     tokenizer = load_tokenizer(folder)
     model = build_model(config, tokenizer.vocab_size)
     load_weights(model, folder)
@@ -117,7 +126,7 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder / "tokenizer.json")
+    return Tokenizer.load(folder / TOKENIZER)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
@@ -165,11 +174,6 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step-*") if (path / STATE).is_file())
-
-
 def best(run: Path) -> Path:
     """The checkpoint with the lowest validation loss; ValueError where the run has none."""
     found = checkpoints(run)
@@ -201,13 +205,13 @@ def find(path: str | Path | None, root: Path) -> Path:
         path = Path(path)
         if (path / WEIGHTS).is_file():
             return path
-        if (path / "checkpoints").is_dir():
+        if (path / CHECKPOINTS).is_dir():
             return best(path)
         what = "holds no checkpoint" if path.exists() else "does not exist"
         raise ValueError(
             f"{path}: {what}; give a run folder such as runs/NAME/TIME, or a checkpoint"
         )
-    runs = {found.parents[1] for found in (root / "runs").glob("*/*/checkpoints/step-*")}
+    runs = {found.parents[1] for found in (root / "runs").glob(f"*/*/{CHECKPOINTS}/step-*")}
     for run in sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True):
         if checkpoints(run):
             return best(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -11,3 +12,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help shows every option)\n")
+
+
+def quoted(path: Path) -> str:
+    """A path as a value of an override."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"

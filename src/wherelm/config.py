@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wherelm.batches import BATCHINGS
-from wherelm.model import ModelConfig
-from wherelm.optim import OPTIMIZERS, SCHEDULES, AdamWConfig, MuonConfig, Schedule
+from wherelm.batches.sampler import BATCHINGS
+from wherelm.data.sources import DataConfig
+from wherelm.model.decoder import ModelConfig
+from wherelm.optim.optimizer import OPTIMIZERS, AdamWConfig, MuonConfig
+from wherelm.optim.schedules import SCHEDULES, Schedule
 from wherelm.runtime import DEVICES, PRECISIONS
-from wherelm.schemes import SCHEMES, PositionScheme
-from wherelm.sources import DataConfig
-from wherelm.tokenizer import TokenizerConfig
+from wherelm.schemes import SCHEMES
+from wherelm.schemes.base import PositionScheme
+from wherelm.tokenizer.training import TokenizerConfig
 
 NAME = re.compile(r"(?!\.{1,2}$)[^/\\]+")
 

@@ -55,27 +55,6 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def for_products(x: torch.Tensor) -> torch.Tensor:
-    """In the type that autocast multiplies in, if it is on: once for all products that read it."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """float64 as it is, everything else in float32: for what a cast of the model must not blur."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def step_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type between the large products of one query: at least float32 on a CPU.
-
-    torch's attention and small products take twice as long there in bfloat16.
-    """
-    on_cpu = x.device.type == "cpu"
-    return torch.promote_types(x.dtype, torch.float32) if on_cpu else x.dtype
-
-
 def keep_freed_memory() -> None:
     """Lets glibc keep what tensors give back, instead of asking the kernel for fresh pages.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wherelm.command_line import ArgumentParser
-from wherelm.page import write
+from wherelm.pages.page import write
 
 EPILOG = """\
 The page needs no network and no other file. It shows the tokens with their masks, segments and
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run, options.messages = None, [options.run, *options.messages]
     try:
         path = check(options)
-        content = lecture_page(options) if options.lecture else message_picture(options, path)
+        content = lecture(options) if options.lecture else message_picture(options, path)
         write(path, content)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -92,24 +92,25 @@ def check(options: argparse.Namespace) -> Path:
     return path
 
 
-def lecture_page(options: argparse.Namespace) -> str:
-    from wherelm import lecture
+def lecture(options: argparse.Namespace) -> str:
     from wherelm.config import project_root
+    from wherelm.pages.lecture.lecture_page import lecture_page
 
-    return lecture.page(project_root(), options.run)
+    return lecture_page(project_root(), options.run)
 
 
 def message_picture(options: argparse.Namespace, path: Path) -> str | bytes:
     from wherelm import checkpoint
     from wherelm.config import project_root
-    from wherelm.message_page import PAIR, look, message_page
+    from wherelm.pages.message_page import message_page
+    from wherelm.pages.views import PAIR, look
 
     folder = checkpoint.find(options.run, project_root())
     loaded = checkpoint.load(folder)
     raw = options.raw or loaded.config.data.format == "stream"
     views, batch = look(loaded, options.messages or PAIR, raw)
     if path.suffix == ".png":
-        from wherelm.figures import message_figure
+        from wherelm.pages.figures import message_figure
 
         return message_figure(views, loaded)
     return message_page(views, batch, loaded, os.path.relpath(folder))

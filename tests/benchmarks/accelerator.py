@@ -19,9 +19,10 @@ from tests.benchmarks import sampling, training
 from tests.benchmarks.decoders import decoder, full_rows
 from tests.benchmarks.measure import circumstances, in_turns, left_out, spread, write
 from wherelm import runtime
-from wherelm.batches import Batch
-from wherelm.model import Decoder
-from wherelm.optim import OPTIMIZERS, SCHEDULES, Optimizer
+from wherelm.batches.batch import Batch
+from wherelm.model.decoder import Decoder
+from wherelm.optim.optimizer import OPTIMIZERS, Optimizer
+from wherelm.optim.schedules import SCHEDULES
 
 DEVICE, PRECISION = training.DEVICE, training.PRECISION
 # GPT-2's 50,257 tokens, filled up to a multiple of 64.

@@ -7,9 +7,10 @@ import torch
 import yaml
 
 from tests.benchmarks.measure import ROOT
-from wherelm.batches import Batch, TokenStore, collate
-from wherelm.model import Decoder, ModelConfig, initialize
-from wherelm.schemes import SCHEMES
+from wherelm.batches.batch import Batch, collate
+from wherelm.batches.store import TokenStore
+from wherelm.model.decoder import Decoder, ModelConfig, initialize
+from wherelm.schemes import SCHEMES, build_scheme
 from wherelm.seeds import numpy_generator
 
 
@@ -19,7 +20,7 @@ def decoder(
     """`configs/model/NAME.yaml` with the values of `shape`, initialised as a run's is."""
     values = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())
     config = ModelConfig(**{**values, **shape})
-    scheme = SCHEMES[position](SCHEMES[position].Config(), config.shape)
+    scheme = build_scheme(SCHEMES[position].Config(), config.shape)
     model = Decoder(config, scheme, vocabulary)
     initialize(model, 0)
     return model.to(device).train()

@@ -28,8 +28,9 @@ from tests.benchmarks.measure import (
     write,
 )
 from wherelm import runtime
-from wherelm.generate import Sampling, generate
-from wherelm.model import Decoder
+from wherelm.model.decoder import Decoder
+from wherelm.sampling.drawing import Sampling
+from wherelm.sampling.generation import generate
 from wherelm.seeds import torch_generator
 
 DEVICE = runtime.choose_device("auto")

@@ -37,8 +37,10 @@ from tests.benchmarks.measure import (
     write,
 )
 from wherelm import runtime
-from wherelm.optim import OPTIMIZERS, POLAR_EXPRESS, SCHEDULES, Optimizer
-from wherelm.training import accumulate
+from wherelm.optim.optimizer import OPTIMIZERS, Optimizer
+from wherelm.optim.schedules import SCHEDULES
+from wherelm.optim.updates import POLAR_EXPRESS
+from wherelm.training.steps import accumulate
 
 HEAD_WIDTH = 32
 PROCESSES = 3  # at most, to take the median peak memory of

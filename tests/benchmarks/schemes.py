@@ -22,13 +22,15 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from wherelm import checkpoint, pipeline, runtime
-from wherelm.batches import Batch, Sampler
+from wherelm.batches.batch import Batch
+from wherelm.batches.sampler import Sampler
 from wherelm.config import RunConfig, run_config
-from wherelm.generate import Sampling, generate
-from wherelm.model import initialize
-from wherelm.optim import Optimizer
+from wherelm.model.decoder import initialize
+from wherelm.optim.optimizer import Optimizer
+from wherelm.sampling.drawing import Sampling
+from wherelm.sampling.generation import generate
 from wherelm.schemes import SCHEMES
-from wherelm.training import accumulate, collated
+from wherelm.training.steps import accumulate, collated
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "rope"

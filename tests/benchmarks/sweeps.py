@@ -33,8 +33,8 @@ from tests.benchmarks.measure import (
     write,
 )
 from wherelm import checkpoint, pipeline, runtime
-from wherelm.ablation import cores
-from wherelm.evaluate import evaluate
+from wherelm.ablation.folder import cores
+from wherelm.evaluation.measures import evaluate
 
 MOST_OUTSIDE = 0.05
 ONE, TWO = "one job of all threads", "as many jobs of one thread"

@@ -36,10 +36,13 @@ from tests.benchmarks.measure import (
     write,
 )
 from wherelm import runtime
-from wherelm.batches import Sampler, TokenStore, collate
-from wherelm.optim import OPTIMIZERS, SCHEDULES, Optimizer
+from wherelm.batches.batch import collate
+from wherelm.batches.sampler import Sampler
+from wherelm.batches.store import TokenStore
+from wherelm.optim.optimizer import OPTIMIZERS, Optimizer
+from wherelm.optim.schedules import SCHEDULES
 from wherelm.seeds import numpy_generator
-from wherelm.training import accumulate
+from wherelm.training.steps import accumulate
 
 MESSAGES, VOCABULARY, LONGEST, PAD = 20_000, 4096, 256, 0
 DEVICE = runtime.choose_device("auto")

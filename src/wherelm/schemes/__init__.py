@@ -23,4 +23,10 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "hybrid": Hybrid,
 }
 
-__all__ = ["SCHEMES", "PositionScheme", "Shape"]
+__all__ = ["SCHEMES", "PositionScheme", "Shape", "build_scheme"]
+
+
+def build_scheme(config: PositionScheme.Config, shape: Shape) -> PositionScheme:
+    """The scheme of a configuration, with the schemes that it is made of."""
+    kind = SCHEMES[config.name]
+    return kind(config, shape, *(build_scheme(*part) for part in kind.parts(config, shape)))

@@ -41,6 +41,11 @@ class PositionScheme(nn.Module):
     class Config:
         name: str = "none"
 
+    @classmethod
+    def parts(cls, config: Config, shape: Shape) -> list[tuple[Config, Shape]]:
+        """The schemes that this one is made of: `build_scheme` makes them and hands them over."""
+        return []
+
     def __init__(self, config: Config, shape: Shape):
         super().__init__()
         self.config = config
@@ -115,3 +120,8 @@ def expect_base(base: float) -> None:
     """ValueError for a base whose frequencies do not fall."""
     if not 1 < base < math.inf:  # false for NaN as well
         raise ValueError(f"position.base={base}: expected a number above 1")
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """float64 as it is, everything else in float32: for what a cast of the model must not blur."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.runtime import wide
-from wherelm.schemes.base import PositionScheme, Shape
+from wherelm.schemes.base import PositionScheme, Shape, wide
 
 
 class ForgetGate(PositionScheme):

@@ -54,18 +54,19 @@ class Hybrid(PositionScheme):
                     "position=randomised and put the pattern into position.scheme"
                 )
 
-    def __init__(self, config: Config, shape: Shape):
+    @classmethod
+    def parts(cls, config: Config, shape: Shape) -> list[tuple[PositionScheme.Config, Shape]]:
+        """An entry each, told its own number of layers, so that no parameter is left unread."""
+        pattern = config.pattern[: shape.layers]
+        return [
+            (layer.scheme, replace(shape, layers=len(range(i, shape.layers, len(pattern)))))
+            for i, layer in enumerate(pattern)
+        ]
+
+    def __init__(self, config: Config, shape: Shape, *schemes: PositionScheme):
         super().__init__(config, shape)
         self.pattern = config.pattern[: shape.layers]
-        # Each entry is told its own number of layers, so that no parameter is left unread.
-        self.schemes = nn.ModuleList(
-            build(layer.scheme, replace(shape, layers=len(self.layers_of(entry))))
-            for entry, layer in enumerate(self.pattern)
-        )
-
-    def layers_of(self, entry: int) -> range:
-        """The layers of one entry of the pattern."""
-        return range(entry, self.shape.layers, len(self.pattern))
+        self.schemes = nn.ModuleList(schemes)
 
     @property
     def limit(self) -> int | None:
@@ -132,14 +133,18 @@ class Randomised(PositionScheme):
             if self.scheme.name == "randomised":
                 raise ValueError("position.scheme.name=randomised: expected another scheme")
 
-    def __init__(self, config: Config, shape: Shape):
-        super().__init__(config, shape)
-        self.length = 8 * shape.context if config.length is None else config.length
-        if self.length < shape.context:
+    @classmethod
+    def parts(cls, config: Config, shape: Shape) -> list[tuple[PositionScheme.Config, Shape]]:
+        length = 8 * shape.context if config.length is None else config.length
+        if length < shape.context:
             raise ValueError(
-                f"position.length={self.length}: expected at least model.context={shape.context}"
+                f"position.length={length}: expected at least model.context={shape.context}"
             )
-        self.inner = build(config.scheme, replace(shape, context=self.length))
+        return [(config.scheme, replace(shape, context=length))]
+
+    def __init__(self, config: Config, shape: Shape, inner: PositionScheme):
+        super().__init__(config, shape)
+        self.inner, self.length = inner, inner.shape.context
 
     @property
     def limit(self) -> int:
@@ -199,10 +204,3 @@ class Randomised(PositionScheme):
 
     def warnings(self) -> list[str]:
         return self.inner.warnings()
-
-
-def build(config: PositionScheme.Config, shape: Shape) -> PositionScheme:
-    """The scheme of a configuration."""
-    from wherelm.schemes import SCHEMES
-
-    return SCHEMES[config.name](config, shape)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.runtime import wide
-from wherelm.schemes.base import PositionScheme, Shape
+from wherelm.schemes.base import PositionScheme, Shape, wide
 
 
 def distances(q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:

@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.runtime import wide
-from wherelm.schemes.base import (
-    PositionScheme,
-    Role,
-    Shape,
-    expect_base,
-    float64_positions,
-)
+from wherelm.schemes.base import PositionScheme, Role, Shape, expect_base, float64_positions, wide
 
 
 def rotary_frequencies(width: int, base: float) -> Tensor:

@@ -1,0 +1,1 @@
+"""Run folders in; what is missing, and verdicts, out. Files alone: no torch."""

@@ -1,0 +1,128 @@
+"""What a sweep compares: its settings, its arms and its jobs."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wherelm.run_folder import HIGHER, LOWER, read_summary, status
+
+LEARNING_RATE = "learning_rate"
+TUNING_SEED = 1000  # how far behind the first final seed those of tuning begin: they never meet
+
+
+# What changes no number that is compared, or has a place of its own in a folder's name.
+UNNAMED = (("name",), ("seed",), ("tracking",), ("training", "threads"), ("data", "cache"))
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """Every arm with `seeds` seeds, by the one `metric` named in advance, against `baseline`.
+
+    `baseline` is the label of an arm; null takes the first one of the command line.
+    `tune` first gives every arm the same `learning_rates`, a factor 2 apart around the optimizer's
+    own, with `tuning_seeds` seeds that are not used again.
+    """
+
+    metric: str = "validation.loss"
+    baseline: str | None = None
+    seeds: int = 3
+    tune: bool = False
+    learning_rates: int = 4
+    tuning_seeds: int = 1
+
+    def __post_init__(self):
+        if not self.split or self.figure not in LOWER + HIGHER:
+            raise ValueError(
+                f"ablation.metric={self.metric}: expected SPLIT.FIGURE such as validation.loss, "
+                f"the figure one of {', '.join(LOWER + HIGHER)}"
+            )
+        for key, least in {"seeds": 1, "learning_rates": 3, "tuning_seeds": 1}.items():
+            value = getattr(self, key)
+            if not least <= value < TUNING_SEED:
+                raise ValueError(f"ablation.{key}={value}: expected {least} to {TUNING_SEED - 1}")
+
+    @property
+    def split(self) -> str:
+        return self.metric.rpartition(".")[0]
+
+    @property
+    def figure(self) -> str:
+        return self.metric.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that is compared: a label, Hydra's overrides, and the configuration they make."""
+
+    label: str
+    overrides: tuple[str, ...]
+    config: dict[str, Any]
+
+    @property
+    def scheme(self) -> str:
+        return self.config["position"]["name"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an arm: its seed, its learning rate and its folder within the sweep's.
+
+    `phase` is "tune" or "final".
+    """
+
+    arm: Arm
+    seed: int
+    phase: str
+    learning_rate: float
+    folder: Path
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        return status(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return read_summary(self.folder)
+
+
+def make_job(
+    sweep: Path, arm: Arm, seed: int, phase: str, learning_rate: float | None = None
+) -> Job:
+    """The job of an arm with this seed; `learning_rate` replaces the configured one.
+
+    All learning rates of the optimiser are scaled alike. Tuning reads no split but validation.
+    """
+    config = copy.deepcopy(arm.config)
+    config["seed"] = seed
+    changes = {"seed": seed}
+    optimizer = config["optimizer"]
+    if learning_rate is not None:
+        factor = learning_rate / optimizer[LEARNING_RATE]
+        for key in (key for key in optimizer if key.endswith(LEARNING_RATE)):
+            optimizer[key] = float(f"{optimizer[key] * factor:.6g}")
+            changes[f"optimizer.{key}"] = optimizer[key]
+    if phase == "tune":
+        config["evaluation"] |= {"splits": ["validation"], "extrapolation": False}
+        changes |= {"evaluation.splits": "[validation]", "evaluation.extrapolation": "false"}
+    folder = sweep / f"{arm.scheme}-{short_hash(config)}-seed{seed}"
+    overrides = (*arm.overrides, *(f"{key}={value}" for key, value in changes.items()))
+    return Job(arm, seed, phase, optimizer[LEARNING_RATE], folder, config, overrides)
+
+
+def short_hash(config: Mapping[str, Any]) -> str:
+    """Six hex digits that differ where anything does that could change a result, the seed apart."""
+    config = copy.deepcopy(dict(config))
+    for *groups, key in UNNAMED:
+        place = config
+        for group in groups:
+            place = place[group]
+        place.pop(key, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:6]

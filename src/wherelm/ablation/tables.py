@@ -1,0 +1,134 @@
+"""A comparison as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from wherelm.ablation.comparison import Comparison, Difference
+from wherelm.ablation.intervals import Interval
+from wherelm.ablation.plan import Job
+from wherelm.run_folder import HIGHER, LOWER, figure_of, higher_is_better
+
+SATURATED = 0.99
+
+
+def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
+    """The metric of every arm with its difference to the baseline, cost, and secondary figures."""
+    metric, baseline = comparison.metric, comparison.baseline
+    final = [job for job in jobs if job.phase == "final"]
+    arms = list(dict.fromkeys(job.arm.label for job in final))
+    complete = {a: [j for j in final if j.arm.label == a and j.status == "complete"] for a in arms}
+    width = max(12, *(len(arm) + 2 for arm in arms))
+    want = "higher" if higher_is_better(metric) else "lower"
+    lines = [
+        f"{metric} ({want} is better), named in advance; differences to {baseline}",
+        "",
+        f"{'equal tokens':{width}}{'adds':>10}{'seeds':>6}{'mean':>9}{'sd':>9}{TESTED}",
+    ]
+    found = {d.arm: d for d in comparison.equal_tokens}
+    for arm in arms:
+        values = values_of(complete[arm], metric)
+        spread = f" {statistics.stdev(values):8.4f}" if len(values) > 1 else f"{'-':>9}"
+        mean = f" {statistics.fmean(values):8.4f}" if values else f"{'-':>9}"
+        adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
+        tested = _tested(found.get(arm), metric)
+        lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{tested}")
+    if warning := saturation(complete, metric):
+        lines.append(warning)
+    lines += ["", f"{'equal time':{width}}{comparison.time_metric:34}{TESTED}"]
+    lines += [
+        f"{d.arm:{width}}{'':34}{_tested(d, comparison.time_metric)}" for d in comparison.equal_time
+    ]
+    if len(comparison.equal_time) < len(comparison.equal_tokens):
+        lines.append("no figure at equal time where a run was evaluated too late: evaluation.every")
+    if comparison.equal_time:
+        lines.append("(the slower is read before its schedule ended, which favours the faster)")
+    lines += [
+        "",
+        f"{'the same':{width}}{'unpaired 95 %':>24}{'r of pairs':>12}{'examples 95 %':>24}",
+    ]
+    for d in comparison.equal_tokens:
+        r = "-" if d.correlation is None else f"{d.correlation:.2f}"
+        lines.append(f"{d.arm:{width}}{_range(d.unpaired):>24}{r:>12}{_range(d.examples):>24}")
+    lines += ["", *_costs(complete, width), *_secondary(complete, metric, width)]
+    for arm, seeds in comparison.unpaired_seeds.items():
+        lines.append(f"{arm}: seeds {seeds} had other data than {baseline} and are not compared")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:+.4f} {interval.high:+.4f}"
+
+
+TESTED = f"{'difference':>12}{'paired 95 %':>20}{'p (Holm)':>10}  verdict"
+
+
+def _tested(difference: Difference | None, metric: str) -> str:
+    if difference is None:
+        return ""
+    p = "-" if difference.p_holm is None else f"{difference.p_holm:.3f}"
+    verdict = difference.verdict(metric)
+    return f"{difference.mean:+12.4f}{_range(difference.paired):>20}{p:>10}  {verdict}"
+
+
+COSTS = {
+    "learning_rate": "{:g}",
+    "parameters": "{:,.0f}",
+    "scheme_parameters": "{:,.0f}",
+    "tokens_per_second": "{:,.0f}",
+    "peak_memory_mb": "{:,.0f}",
+}
+
+
+def _costs(complete: dict[str, list[Job]], width: int) -> list[str]:
+    """What each arm costs, the medians of its runs."""
+    lines = [f"{'cost':{width}}" + "".join(f"{name.replace('_', ' '):>19}" for name in COSTS)]
+    for arm, jobs in complete.items():
+        cells = []
+        for name, form in COSTS.items():
+            values = [{**j.summary, "learning_rate": j.learning_rate}.get(name) for j in jobs]
+            known = [value for value in values if value is not None]
+            cells.append(form.format(statistics.median(known)) if known else "-")
+        lines.append(f"{arm:{width}}" + "".join(f"{cell:>19}" for cell in cells))
+    return lines
+
+
+def _secondary(complete: dict[str, list[Job]], metric: str, width: int) -> list[str]:
+    """Means of all other figures; `test` was read once, from the last weights."""
+    every = [job.summary for jobs in complete.values() for job in jobs]
+    splits = list(dict.fromkeys(split for summary in every for split in summary["splits"]))
+    lines = []
+    for figure in (LOWER[0], HIGHER[0]):
+        names = [f"{split}.{figure}" for split in splits]
+        shown = [
+            n for n in names if n != metric and any(figure_of(s, n) is not None for s in every)
+        ]
+        if not shown:
+            continue
+        title = f"secondary {figure.replace('_', ' ')}"
+        left = max(width, len(title) + 1)
+        heads = [f"{name.rpartition('.')[0]:>13}" for name in shown]
+        lines += ["", f"{title:{left}}" + "".join(heads)]
+        for arm, jobs in complete.items():
+            found = [values_of(jobs, name) for name in shown]
+            cells = [f"{statistics.fmean(values):.4f}" if values else "-" for values in found]
+            lines.append(f"{arm:{left}}" + "".join(f"{cell:>13}" for cell in cells))
+    return lines
+
+
+def values_of(jobs: Sequence[Job], metric: str) -> list[float]:
+    return [value for job in jobs if (value := figure_of(job.summary, metric)) is not None]
+
+
+def saturation(complete: dict[str, list[Job]], metric: str) -> str | None:
+    """A line of warning where a share lies at the same end of its range for every arm."""
+    found = [values_of(jobs, metric) for jobs in complete.values()]
+    means = [statistics.fmean(values) for values in found if values]
+    if not higher_is_better(metric) or not means:
+        return None
+    if min(means) >= SATURATED:
+        return f"{metric} is saturated: at least {SATURATED} for every arm; ask something harder"
+    if max(means) <= 1 - SATURATED:
+        return f"{metric} has not begun: at most {1 - SATURATED:.2f} for every arm; train longer"
+    return None

@@ -1,0 +1,1 @@
+"""Files, folders, hub ids and tasks in; the examples of each split out."""

@@ -1,0 +1,1 @@
+"""A decoder and held-out token ids in; figures out."""

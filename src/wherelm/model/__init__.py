@@ -1,0 +1,1 @@
+"""A `Batch` in; logits, and one loss, out."""

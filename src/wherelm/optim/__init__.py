@@ -1,0 +1,1 @@
+"""Gradients and the progress of training in; new weights out."""

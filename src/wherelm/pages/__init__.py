@@ -1,0 +1,1 @@
+"""Checkpoints and messages in; pages and pictures out."""

@@ -1,0 +1,1 @@
+"""The lecture "Attention and Position", claim by claim."""

@@ -1,0 +1,127 @@
+"""The protocol of a run folder: the names of its files, their keys, and who writes and reads them.
+
+No torch here: sweeps and reports know runs by their files alone.
+
+Shapes: N examples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CONFIG, TOKENIZER, ENVIRONMENT = "config.yaml", "tokenizer.json", "environment.json"
+LEDGER, METRICS, SUMMARY, LOG = "ledger.json", "metrics.jsonl", "summary.json", "train.log"
+SAMPLES, CURVE, BREAKDOWNS, PROBES = "samples.txt", "curve.png", "breakdowns.json", "probes.json"
+PROFILE, TRACE = "profile.txt", "trace.json.gz"
+CHECKPOINTS = "checkpoints"
+# The files of a checkpoint beside CONFIG and TOKENIZER.
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+# The figures of a split by which runs are compared: less is better, or more.
+LOWER, HIGHER = ("loss", "bits_per_byte", "perplexity"), ("exact_match", "accuracy")
+# The sums and weights of each example whose quotient is a figure: keys of scores-SPLIT.npz.
+EXAMPLES = {"loss": ("nats", "targets"), "exact_match": ("exact", "replies")}
+
+
+def write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def write_summary(folder: Path, status: str, **more: Any) -> dict[str, Any]:
+    """What a program would read of a run that ended; returns it."""
+    summary = {"status": status, **more}
+    write_json(folder / SUMMARY, summary)
+    return summary
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Empty where there is none yet, or where it was cut short by a kill."""
+    try:
+        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def status(folder: Path) -> str:
+    """complete, failed, interrupted, killed (begun, and nobody wrote its end) or missing."""
+    written = read_summary(folder).get("status")
+    return written or ("killed" if (folder / CONFIG).exists() else "missing")
+
+
+def figure_of(summary: Mapping[str, Any], metric: str) -> float | None:
+    """SPLIT.FIGURE of a complete run, else None."""
+    split, _, figure = metric.rpartition(".")
+    if summary.get("status") != "complete":
+        return None
+    return summary["splits"].get(split, {}).get(figure)
+
+
+def higher_is_better(metric: str) -> bool:
+    return metric.rpartition(".")[2] in HIGHER
+
+
+def metric_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl, without one that was cut short by a kill."""
+    path = folder / METRICS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def is_training(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics tells of a step; the others tell of a split."""
+    return "split" not in line
+
+
+def is_validation(line: Mapping[str, Any]) -> bool:
+    """Whether it tells of validation while the run went."""
+    return line.get("split") == "validation" and not line.get("final")
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Drops what metrics.jsonl holds beyond `step`: it happens again after resuming from there.
+
+    So does the final measurement.
+    """
+    kept = [line for line in metric_lines(folder) if line["step"] <= step and not line.get("final")]
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    (folder / METRICS).write_text(text, encoding="utf-8")
+
+
+def write_scores(folder: Path, split: str, **of_examples_N: np.ndarray) -> None:
+    """scores-SPLIT.npz: `nats`, `targets`, `replies` and `exact` of each example."""
+    import numpy as np
+
+    np.savez_compressed(_scores(folder, split), **of_examples_N)
+
+
+def read_scores(folder: Path, split: str) -> dict[str, np.ndarray] | None:
+    """What `write_scores` wrote, or None."""
+    import numpy as np
+
+    if not _scores(folder, split).is_file():
+        return None
+    with np.load(_scores(folder, split)) as scores:
+        return dict(scores)
+
+
+def _scores(folder: Path, split: str) -> Path:
+    return folder / f"scores-{split}.npz"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoint folders of a run, oldest first."""
+    found = (run / CHECKPOINTS).glob("step-*")
+    return sorted(path for path in found if (path / STATE).is_file())

@@ -1,0 +1,1 @@
+"""Prompts and a decoder in; replies out."""

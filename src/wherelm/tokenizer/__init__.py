@@ -1,0 +1,1 @@
+"""Examples in; token ids, and whether each is learned, out."""

@@ -1,0 +1,83 @@
+"""What a run says and writes before its first step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from pathlib import Path
+
+import torch
+
+from wherelm import pipeline
+from wherelm.batches.ledger import full_ledger, ledger_table
+from wherelm.batches.sampler import Sampler
+from wherelm.config import RunConfig, plain, save_yaml
+from wherelm.model.decoder import Decoder
+from wherelm.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    LEDGER,
+    METRICS,
+    SUMMARY,
+    TOKENIZER,
+    write_json,
+)
+from wherelm.training.steps import micro_shape
+
+log = logging.getLogger(__name__)
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """ValueError where a run would be written over, or has nothing left to do."""
+    if not resume and (folder / METRICS).exists():
+        raise ValueError(
+            f"{folder}: holds a run already; go on with resume={folder}, or give another folder"
+        )
+    if resume and (folder / SUMMARY).exists():
+        try:
+            summary = json.loads((folder / SUMMARY).read_text())
+        except ValueError as error:
+            raise ValueError(f"{folder / SUMMARY}: damaged ({error}); delete it") from error
+        if summary.get("status") == "complete":
+            raise ValueError(f"{folder}: this run is complete, with {summary['step']} steps")
+
+
+def describe(
+    config: RunConfig,
+    folder: Path,
+    data: pipeline.Data,
+    model: Decoder,
+    sampler: Sampler,
+    device: torch.device,
+    precision: str,
+) -> None:
+    """Writes config, tokeniser, ledger and environment, and logs what will be trained on what."""
+    ledger = full_ledger(data.ledger, data.stores, sampler, *micro_shape(config))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_yaml(plain(config), folder / CONFIG)
+    data.tokenizer.save(folder / TOKENIZER)
+    write_json(folder / LEDGER, ledger)
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "device": str(device),
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+    }
+    write_json(folder / ENVIRONMENT, environment)
+    for line in model.scheme.warnings():
+        log.warning("warning: %s", line)
+    log.info("%s\n", ledger_table(ledger))
+    count = sum(p.numel() for p in model.parameters())
+    log.info(
+        "%s: %s parameters, position=%s, %s, %s, %d threads; run folder %s",
+        config.name,
+        f"{count:,}",
+        config.position.name,
+        device,
+        precision,
+        torch.get_num_threads(),
+        folder,
+    )

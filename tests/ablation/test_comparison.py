@@ -1,0 +1,198 @@
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.ablation.test_plan import arm
+from wherelm.ablation import comparison, tables
+from wherelm.ablation.folder import write_failure
+from wherelm.ablation.plan import make_job
+
+LOSSES = {
+    "rope": [1.00, 1.20, 0.90, 1.10],
+    "alibi": [1.12, 1.29, 1.03, 1.20],
+    "none": [1.02, 1.15, 0.97, 1.08],
+}
+
+
+def finish(job, loss, hash_="equal", **figures):
+    """The files of a complete run, as training writes them."""
+    job.folder.mkdir(parents=True)
+    validation = {"loss": loss, **figures}
+    summary = {
+        "status": "complete",
+        "batches_hash": f"{hash_} {job.seed}",
+        "splits": {"validation": validation, "test": {"loss": loss + 1}},
+        "parameters": 10,
+        "scheme_parameters": 4 if job.arm.scheme == "alibi" else 0,
+        "tokens_per_second": 5.0,
+    }
+    (job.folder / "summary.json").write_text(json.dumps(summary))
+    write_metrics(job, [(1, 2.0)], [(1, loss)])
+    return job
+
+
+def write_metrics(job, seconds_a_step, evaluations):
+    """`seconds_a_step`: (step, seconds); `evaluations`: (step, loss) behind the line of that step.
+
+    Every step has 10 targets; the clock in a line also counts what is no training.
+    """
+    losses, lines = dict(evaluations), []
+    for step, seconds in seconds_a_step:
+        lines.append({"step": step, "targets": 10 * step, "targets_per_second": 10 / seconds})
+        lines[-1]["seconds"] = 100.0 * step
+        if step in losses:
+            lines.append({"step": step, "split": "validation", "loss": losses[step]})
+    lines.append({"step": step, "split": "validation", "final": True, "loss": 9.0})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (job.folder / "metrics.jsonl").write_text(text)
+
+
+def sweep(folder, losses):
+    return [
+        finish(make_job(folder, arm(name), seed, "final"), loss)
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+
+
+def test_differences_are_paired_by_seed_and_corrected_for_their_number(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+    found = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    assert [d.arm for d in found] == ["alibi", "none"]
+    p_values = []
+    for difference in found:
+        own, base = LOSSES[difference.arm], LOSSES["rope"]
+        paired = stats.ttest_rel(own, base)
+        low, high = paired.confidence_interval(0.95)
+        unpaired = stats.ttest_ind(own, base, equal_var=False).confidence_interval(0.95)
+        assert difference.seeds == (0, 1, 2, 3)
+        assert difference.mean == pytest.approx(np.mean(own) - np.mean(base))
+        assert (difference.paired.low, difference.paired.high) == pytest.approx((low, high))
+        assert (difference.unpaired.low, difference.unpaired.high) == pytest.approx(unpaired)
+        assert difference.correlation == pytest.approx(stats.pearsonr(own, base).statistic)
+        p_values.append(paired.pvalue)
+    assert p_values[0] < p_values[1]
+    assert [d.p_holm for d in found] == pytest.approx([2 * p_values[0], p_values[1]])
+    verdicts = [d.verdict("validation.loss") for d in found]
+    assert verdicts == ["worse", "not told apart"]
+    assert found[0].verdict("validation.exact_match") == "better"
+
+
+def test_runs_on_other_batches_are_never_paired(tmp_path):
+    rope = sweep(tmp_path, {"rope": LOSSES["rope"]})
+    alibi = [
+        finish(
+            make_job(tmp_path, arm("alibi"), seed, "final"), loss, "other" if seed == 2 else "equal"
+        )
+        for seed, loss in enumerate(LOSSES["alibi"])
+    ]
+    none = [
+        finish(make_job(tmp_path, arm("none"), seed, "final"), loss, "other")
+        for seed, loss in enumerate(LOSSES["none"])
+    ]
+    found = comparison.compare([*rope, *alibi, *none], "validation.loss", "rope")
+    (difference,) = found.equal_tokens
+    assert (difference.arm, difference.seeds) == ("alibi", (0, 1, 3))
+    assert difference.mean == pytest.approx((0.12 + 0.09 + 0.10) / 3)
+    assert found.unpaired_seeds == {"alibi": [2], "none": [0, 1, 2, 3]}
+    text = tables.table(found, [*rope, *alibi, *none])
+    assert "alibi: seeds [2] had other data than rope and are not compared" in text
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_runs_that_were_measured_on_other_data_are_not_paired(tmp_path, split):
+    jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
+    for job in jobs:
+        digests = {"validation": "a", "test": "b", "longer": job.arm.scheme}
+        digests[split] += job.arm.scheme
+        place = job.folder / "summary.json"
+        place.write_text(json.dumps(json.loads(place.read_text()) | {"digests": digests}))
+    found = comparison.compare(jobs, "test.loss", "rope")
+    assert found.equal_tokens == []
+    assert found.unpaired_seeds == {"alibi": [0, 1, 2, 3]}
+
+
+def test_failed_and_tuning_runs_pair_with_nothing(tmp_path):
+    jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
+    write_failure(jobs[0].folder, ValueError("lost"))
+    tuning = finish(make_job(tmp_path, arm("alibi"), 0, "tune"), 7.0)
+    found = comparison.compare([*jobs, tuning], "validation.loss", "rope")
+    assert found.equal_tokens[0].seeds == (1, 2, 3)
+    without = comparison.compare(jobs[4:], "validation.loss", "rope")
+    assert without.equal_tokens == without.equal_time == []
+
+
+def test_fewer_than_three_seeds_give_a_mean_but_no_interval(tmp_path):
+    jobs = sweep(tmp_path, {name: values[:2] for name, values in LOSSES.items()})
+    found = comparison.compare(jobs, "validation.loss", "rope")
+    for difference in (*found.equal_tokens, *found.equal_time):
+        assert difference.paired is difference.unpaired is difference.p_holm is None
+        assert difference.verdict("validation.loss") == "too few seeds"
+    assert "too few seeds" in tables.table(found, jobs)
+
+
+def test_equal_time_is_where_the_faster_ended(tmp_path):
+    slow, fast = (finish(make_job(tmp_path, arm(n), 0, "final"), 1.0) for n in ("alibi", "rope"))
+    steps = range(1, 5)
+    write_metrics(slow, [(s, 2.0) for s in steps], [(1, 3.0), (2, 2.0), (4, 1.0)])
+    write_metrics(fast, [(s, 1.5) for s in steps], [(1, 4.0), (4, 0.5)])
+    # Fast ended after 6 s; there slow is half way from its second step (4 s) to its fourth (8 s).
+    assert comparison.at_equal_time(slow, fast, "validation.loss") == pytest.approx((1.5, 0.5))
+    assert comparison.at_equal_time(fast, slow, "validation.loss") == pytest.approx((0.5, 1.5))
+    write_metrics(slow, [(s, 2.0) for s in steps], [(4, 1.0)])
+    assert comparison.at_equal_time(slow, fast, "validation.loss") is None
+    found = comparison.compare([slow, fast], "validation.loss", "rope")
+    assert found.equal_time == []
+    assert "evaluated too late" in tables.table(found, [slow, fast])
+
+
+def test_examples_are_bootstrapped_where_all_runs_scored_the_same_ones(tmp_path):
+    jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
+    generator = np.random.default_rng(0)
+    targets = generator.integers(1, 5, 50)
+    sums = {}
+    for job in jobs:
+        shift = 0.2 if job.arm.scheme == "alibi" else 0.0
+        nats = targets * (1 + shift) + generator.normal(0, 0.05, 50)
+        sums[job.arm.scheme, job.seed] = nats
+        np.savez(job.folder / "scores-validation.npz", nats=nats, targets=targets)
+    (found,) = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    differences = [(sums["alibi", s] - sums["rope", s]).sum() / targets.sum() for s in range(4)]
+    assert found.examples.mean == pytest.approx(np.mean(differences))
+    assert found.examples.low < np.mean(differences) < found.examples.high
+    assert 0.15 < found.examples.low < found.examples.high < 0.25
+    np.savez(jobs[0].folder / "scores-validation.npz", nats=targets, targets=targets[::-1] + 1)
+    (found,) = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    assert found.examples is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [((0.995, 0.999), "is saturated"), ((0.0, 0.01), "has not begun"), ((0.5, 0.995), None)],
+)
+def test_a_metric_at_an_end_of_its_range_for_every_arm_is_said(tmp_path, values, words):
+    jobs = [
+        finish(make_job(tmp_path, arm(name), 0, "final"), 1.0, exact_match=value)
+        for name, value in zip(("rope", "alibi"), values, strict=True)
+    ]
+    metric = "validation.exact_match"
+    text = tables.table(comparison.compare(jobs, metric, "rope"), jobs)
+    assert (f"{metric} {words}" in text) if words else ("saturated" not in text)
+    assert "begun" not in text or words == "has not begun"
+
+
+def test_the_table_names_the_metric_the_parameters_added_and_marks_what_is_secondary(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+    found = comparison.compare(jobs, "validation.loss", "rope")
+    text = tables.table(found, jobs)
+    assert text.startswith("validation.loss (lower is better), named in advance")
+    main, secondary = text.split("secondary loss")
+    (row,) = [line for line in main.split("equal time")[0].splitlines() if line[:5] == "alibi"]
+    assert row.split()[:4] == ["alibi", "4", "4", "1.1600"]
+    assert row.endswith("worse")
+    assert secondary.splitlines()[0].split() == ["test"]
+    comparison.save(found, tmp_path / "comparison.json")
+    saved = json.loads((tmp_path / "comparison.json").read_text())
+    assert saved["equal_tokens"][0]["paired"]["mean"] == pytest.approx(0.11)

@@ -1,0 +1,231 @@
+import csv
+import json
+import statistics
+
+import pytest
+
+from wherelm.ablation import folder as state
+from wherelm.ablation import plan, results, tuning
+from wherelm.ablation.plan import AblationConfig, Arm, make_job
+from wherelm.ablation.progress import Progress
+from wherelm.ablation.tuning import Sensitivity
+from wherelm.run_folder import SUMMARY
+
+MUON = {"name": "muon", "learning_rate": 0.01, "head_learning_rate": 0.004, "momentum": 0.95}
+
+
+def arm(scheme, **position):
+    config = {
+        "name": "made up",
+        "seed": 0,
+        "model": {"width": 8},
+        "position": {"name": scheme, **position},
+        "data": {"train": "some.jsonl", "cache": ".cache"},
+        "optimizer": dict(MUON),
+        "training": {"steps": 3, "threads": None},
+        "evaluation": {"splits": None, "extrapolation": True},
+        "tracking": {"name": "none"},
+    }
+    return Arm(scheme, (f"position={scheme}",), config)
+
+
+def write_summary(job, status="complete", loss=1.0, **more):
+    job.folder.mkdir(parents=True, exist_ok=True)
+    splits = {"validation": {"loss": loss}} if status == "complete" else {}
+    summary = {"status": status, "splits": splits, "validation_loss": loss, "seconds": 1.0, **more}
+    (job.folder / SUMMARY).write_text(json.dumps(summary))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "loss"}, r"ablation\.metric=loss: expected SPLIT\.FIGURE"),
+        ({"metric": "test.beauty"}, r"ablation\.metric=test\.beauty: expected SPLIT\.FIGURE"),
+        ({"seeds": 0}, r"ablation\.seeds=0: expected 1 to 999"),
+        ({"seeds": 1000}, r"ablation\.seeds=1000: expected 1 to 999"),
+        ({"learning_rates": 2}, r"ablation\.learning_rates=2: expected 3 to 999"),
+        ({"tuning_seeds": 0}, r"ablation\.tuning_seeds=0: expected 1 to 999"),
+    ],
+)
+def test_a_wrong_setting_names_the_key_and_what_is_accepted(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AblationConfig(**changes)
+
+
+def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():
+    assert tuning.grid(0.01, 4) == [0.0025, 0.005, 0.01, 0.02]
+    assert tuning.grid(0.01, 4, lower=1, upper=2) == [0.00125, 0.0025, 0.005, 0.01, *UPPER]
+
+
+UPPER = [0.02, 0.04, 0.08]
+
+
+def test_a_folder_is_named_by_what_could_change_a_result_and_by_the_seed(tmp_path):
+    job = make_job(tmp_path, arm("rope", base=100.0), 3, "final")
+    assert job.folder.name == f"rope-{plan.short_hash(job.config)}-seed3"
+    assert job.config["seed"] == 3
+    for group, key, value in [
+        ("position", "base", 10.0),
+        ("model", "width", 16),
+        ("data", "train", "other.jsonl"),
+        ("optimizer", "momentum", 0.9),
+        ("training", "steps", 4),
+    ]:
+        other = job.config | {group: job.config[group] | {key: value}}
+        assert plan.short_hash(other) != plan.short_hash(job.config), key
+    same = job.config | {
+        "seed": 4,
+        "name": "other",
+        "tracking": {"name": "wandb"},
+        "training": job.config["training"] | {"threads": 1},
+        "data": job.config["data"] | {"cache": None},
+    }
+    assert plan.short_hash(same) == plan.short_hash(job.config)
+
+
+def test_tuning_scales_all_learning_rates_alike_and_reads_validation_alone(tmp_path):
+    job = make_job(tmp_path, arm("rope"), 1000, "tune", 0.02)
+    assert job.config["optimizer"] == MUON | {"learning_rate": 0.02, "head_learning_rate": 0.008}
+    assert job.config["evaluation"] == {"splits": ["validation"], "extrapolation": False}
+    assert set(job.overrides) == {
+        "position=rope",
+        "seed=1000",
+        "optimizer.learning_rate=0.02",
+        "optimizer.head_learning_rate=0.008",
+        "evaluation.splits=[validation]",
+        "evaluation.extrapolation=false",
+    }
+    final = make_job(tmp_path, arm("rope"), 0, "final")
+    assert final.config["evaluation"] == arm("rope").config["evaluation"]
+    assert final.overrides == ("position=rope", "seed=0")
+
+
+def test_a_folder_says_how_far_its_job_came_and_what_of_it_is_kept(tmp_path):
+    job = make_job(tmp_path, arm("rope"), 0, "final")
+    assert job.status == "missing"
+    checkpoint = job.folder / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    for name in ("config.yaml", "train.log", "metrics.jsonl"):
+        (job.folder / name).write_text("so far")
+    (checkpoint / "state.json").write_text("{}")
+    assert job.status == "killed"
+    assert state.ready(job.folder)
+    (job.folder / SUMMARY).write_text('{"status": "comp')
+    assert job.status == "killed"
+    write_summary(job, "interrupted")
+    assert job.status == "interrupted"
+    assert state.ready(job.folder)
+    state.write_failure(job.folder, ValueError("too much\nof it"))
+    assert (job.status, job.summary["error"]) == ("failed", "too much")
+    assert not state.ready(job.folder)
+    assert [path.name for path in job.folder.iterdir()] == ["train.log"]
+    assert job.status == "missing"
+
+
+def tuned(sweep, best, settings, first_seed=0):
+    """The rates that tuning picks where an arm's loss is a parabola around its best rate."""
+    # Not at the top: Hydra executes the modules of its plugins anew when it looks for them.
+    from hydra_plugins.wherelm_sweeper import AblationSweeper
+
+    arms = [arm(name) for name in best]
+    for each in arms:
+        each.config["seed"] = first_seed
+    sweeper = AblationSweeper(max_batch_size=None)
+    sweeper.folder, sweeper.progress = sweep, Progress(99)
+
+    def launch(jobs):
+        for job in jobs:
+            if job.status != "complete":
+                octaves = job.learning_rate / best[job.arm.label]
+                write_summary(job, loss=abs(octaves - 1 / octaves) + job.seed / 1e6)
+
+    sweeper.launch = launch
+    jobs = []
+    return sweeper.tune(arms, settings, jobs), jobs, sweeper.progress.total - 99
+
+
+def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_path):
+    settings = AblationConfig(tune=True, tuning_seeds=2)
+    best, jobs, more = tuned(tmp_path, {"rope": 0.01, "alibi": 0.005}, settings)
+    assert best == {"rope": 0.01, "alibi": 0.005}
+    assert more == 0
+    tried = {(job.arm.label, job.learning_rate, job.seed) for job in jobs}
+    seeds = (plan.TUNING_SEED, plan.TUNING_SEED + 1)
+    assert tried == {
+        (label, rate, seed)
+        for label in best
+        for rate in (0.0025, 0.005, 0.01, 0.02)
+        for seed in seeds
+    }
+
+
+def test_tuning_never_meets_a_final_seed_wherever_those_begin(tmp_path):
+    most = AblationConfig(seeds=plan.TUNING_SEED - 1, tune=True)
+    for first in (0, 998, plan.TUNING_SEED):
+        _, jobs, _ = tuned(tmp_path / str(first), {"rope": 0.01}, most, first)
+        assert not {job.seed for job in jobs} & set(range(first, first + most.seeds))
+
+
+def test_a_best_rate_at_the_edge_widens_the_grid_for_all_arms(tmp_path, capsys):
+    best, jobs, more = tuned(tmp_path, {"rope": 0.01, "alibi": 0.04}, AblationConfig(tune=True))
+    assert best == {"rope": 0.01, "alibi": 0.04}
+    rates = {label: {j.learning_rate for j in jobs if j.arm.label == label} for label in best}
+    assert rates["rope"] == rates["alibi"] == {0.0025, 0.005, 0.01, 0.02, 0.04, 0.08}
+    assert more == 4
+    assert "may lie beyond" not in capsys.readouterr().out
+
+
+def test_a_best_rate_that_stays_at_the_edge_is_said_and_the_curve_is_kept(tmp_path, capsys):
+    best, _, _ = tuned(tmp_path, {"rope": 0.01, "alibi": 1e-5}, AblationConfig(tune=True))
+    lowest = 0.0025 / 2**tuning.WIDENINGS
+    assert best == {"rope": 0.01, "alibi": lowest}
+    rope, alibi = capsys.readouterr().out.splitlines()
+    assert "may lie beyond" not in rope
+    assert "the lowest of the grid, so a better one may lie beyond" in alibi
+    rows = list(csv.DictReader((tmp_path / "tuning.csv").open()))
+    assert len(rows) == 2 * (4 + tuning.WIDENINGS)
+    (picked,) = [row for row in rows if row["arm"] == "alibi" and row["picked"] == "True"]
+    assert (float(picked["learning_rate"]), picked["edge"]) == (lowest, "lowest")
+
+
+def test_tuning_leaves_out_rates_that_fail_and_follows_the_direction_of_the_metric(tmp_path):
+    rates = (0.005, 0.01, 0.02, 0.04)
+    jobs = [make_job(tmp_path, arm("rope"), 1000, "tune", rate) for rate in rates]
+    for job, exact in zip(jobs, (0.2, 0.6, 0.4, None), strict=True):
+        write_summary(job, "failed" if exact is None else "complete")
+        if exact is not None:
+            write_summary(job, splits={"validation": {"exact_match": exact, "loss": exact}})
+    (by_match,) = tuning.sensitivities(jobs, "test.exact_match")
+    assert by_match == Sensitivity(jobs[0].arm, {0.005: 0.2, 0.01: 0.6, 0.02: 0.4}, 0.01, None)
+    (by_loss,) = tuning.sensitivities(jobs, "validation.loss")
+    assert (by_loss.best, by_loss.edge) == (0.005, "lowest")
+    for job in jobs:
+        write_summary(job, "failed")
+    (none,) = tuning.sensitivities(jobs, "validation.loss")
+    assert none.best is None
+    assert "every learning rate failed" in tuning.tuning_table([none])
+
+
+def test_several_tuning_seeds_count_by_their_mean(tmp_path):
+    jobs = [make_job(tmp_path, arm("rope"), seed, "tune", 0.01) for seed in (1000, 1001)]
+    for job, loss in zip(jobs, (1.0, 2.5), strict=True):
+        write_summary(job, loss=loss)
+    (curve,) = tuning.sensitivities(jobs, "validation.loss")
+    assert curve.values == {0.01: statistics.fmean((1.0, 2.5))}
+
+
+def test_results_hold_a_row_a_job_with_the_settings_of_its_scheme(tmp_path):
+    arms = (arm("rope", base=100.0), arm("alibi", slopes="learned"))
+    jobs = [make_job(tmp_path, each, seed, "final") for seed in (0, 1) for each in arms]
+    for job in jobs[:-1]:
+        write_summary(job, loss=1.5, parameters=7)
+    state.write_failure(jobs[-1].folder, RuntimeError("out of memory"))
+    results.write_csv(tmp_path / "results.csv", results.results(jobs))
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["folder"] for row in rows] == [job.folder.name for job in jobs]
+    assert [row["status"] for row in rows] == ["complete", "complete", "complete", "failed"]
+    assert [row["splits.validation.loss"] for row in rows] == ["1.5", "1.5", "1.5", ""]
+    assert [row["position.base"] for row in rows] == ["100.0", "", "100.0", ""]
+    assert [row["position.slopes"] for row in rows] == ["", "learned", "", "learned"]
+    assert rows[-1]["error"] == "RuntimeError: out of memory"
+    assert "model.width" not in rows[0]
