@@ -16,7 +16,7 @@ from typing import Any
 from wherelm.batches.sampler import BATCHINGS
 from wherelm.data.sources import DataConfig
 from wherelm.model.decoder import ModelConfig
-from wherelm.optim.optimizer import OPTIMIZERS, AdamWConfig, MuonConfig
+from wherelm.optim.optimizer import OPTIMIZERS, OptimizerConfig
 from wherelm.optim.schedules import SCHEDULES, Schedule
 from wherelm.runtime import DEVICES, PRECISIONS
 from wherelm.schemes import SCHEMES
@@ -106,7 +106,7 @@ class RunConfig:
     position: PositionScheme.Config
     data: DataConfig
     tokenizer: TokenizerConfig
-    optimizer: AdamWConfig | MuonConfig
+    optimizer: OptimizerConfig
     schedule: Schedule
     training: TrainingConfig
     evaluation: EvaluationConfig
@@ -197,9 +197,9 @@ def _kinds(hint: Any) -> dict[str, type] | None:
     """Groups of several kinds, which their `name` tells apart."""
     if hint is PositionScheme.Config:
         return {name: scheme.Config for name, scheme in SCHEMES.items()}
-    if hint == AdamWConfig | MuonConfig:
+    if hint is OptimizerConfig:
         return {name: config for name, (config, _) in OPTIMIZERS.items()}
-    return SCHEDULES if hint == Schedule else None
+    return SCHEDULES if hint is Schedule else None
 
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -17,6 +17,7 @@ from wherelm.batches.batch import collate
 from wherelm.batches.sampler import cut
 from wherelm.batches.store import TokenStore
 from wherelm.model.decoder import Decoder, learned_logits
+from wherelm.run_folder import HIGHER
 from wherelm.tokenizer.tokenizer import Tokenizer
 
 
@@ -123,8 +124,8 @@ def evaluate(
 
 def table(splits: dict[str, dict[str, float | int]]) -> str:
     """The figures of several splits as aligned text."""
-    columns = ("loss", "perplexity", "accuracy", "bits_per_byte", "exact_match", "replies")
-    columns = [c for c in columns if any(c in values for values in splits.values())]
+    columns = list(dict.fromkeys(key for values in splits.values() for key in values))
+    columns.remove("targets")
     lines = [f"{'':12}" + "".join(f"{c.replace('_', ' '):>14}" for c in columns)]
     for split, values in splits.items():
         cells = [_cell(column, values.get(column)) for column in columns]
@@ -135,6 +136,6 @@ def table(splits: dict[str, dict[str, float | int]]) -> str:
 def _cell(column: str, value: float | int | None) -> str:
     if value is None:
         return "-"
-    if column in ("accuracy", "exact_match"):
+    if column in HIGHER:
         return f"{100 * value:.1f} %"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,23 +12,30 @@ from wherelm.optim.schedules import Schedule, learning_rate_factor
 from wherelm.optim.updates import AdamW, Groups, Muon
 
 
-def expect_in_range(config: AdamWConfig | MuonConfig) -> None:
-    """ValueError for a number that no update can be made with, NaN among them."""
-    for key, value in vars(config).items():
-        if key == "name":
-            continue
-        if key in ("momentum", "beta1", "beta2"):
-            valid, expected = 0 <= value < 1, "0 or more, below 1"
-        elif key == "weight_decay":
-            valid, expected = 0 <= value < math.inf, "0 or more"
-        else:
-            valid, expected = 0 < value < math.inf, "a number above 0"
-        if not valid:
-            raise ValueError(f"optimizer.{key}={value}: expected {expected}")
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What every optimiser has; ValueError for a number that no update can be made with."""
+
+    name: str
+    learning_rate: float
+
+    def __post_init__(self):
+        # NaN is in no range.
+        for key, value in vars(self).items():
+            if key == "name":
+                continue
+            if key in ("momentum", "beta1", "beta2"):
+                valid, expected = 0 <= value < 1, "0 or more, below 1"
+            elif key == "weight_decay":
+                valid, expected = 0 <= value < math.inf, "0 or more"
+            else:
+                valid, expected = 0 < value < math.inf, "a number above 0"
+            if not valid:
+                raise ValueError(f"optimizer.{key}={value}: expected {expected}")
 
 
 @dataclass(frozen=True)
-class AdamWConfig:
+class AdamWConfig(OptimizerConfig):
     """`learning_rate` for every parameter; decay (times the learning rate) on matrices alone."""
 
     name: str = "adamw"
@@ -37,12 +45,9 @@ class AdamWConfig:
     beta2: float = 0.95
     eps: float = 1e-8
 
-    def __post_init__(self):
-        expect_in_range(self)
-
 
 @dataclass(frozen=True)
-class MuonConfig:
+class MuonConfig(OptimizerConfig):
     """Muon for the matrices of the blocks, AdamW for the embedding, the head and all vectors."""
 
     name: str = "muon"
@@ -55,9 +60,6 @@ class MuonConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-10
-
-    def __post_init__(self):
-        expect_in_range(self)
 
 
 def adamw(model: nn.Module, config: AdamWConfig) -> list[Groups]:
@@ -109,7 +111,11 @@ def _adamw(groups: list[dict], config: AdamWConfig | MuonConfig) -> AdamW:
     return AdamW(groups, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
 
 
-OPTIMIZERS = {"adamw": (AdamWConfig, adamw), "muon": (MuonConfig, muon)}
+# The settings of each, and what makes its parts for a model.
+OPTIMIZERS: dict[str, tuple[type[OptimizerConfig], Callable[..., list[Groups]]]] = {
+    "adamw": (AdamWConfig, adamw),
+    "muon": (MuonConfig, muon),
+}
 
 
 class Optimizer:
@@ -118,7 +124,7 @@ class Optimizer:
     Its state is a flat mapping "parameter name.key" -> tensor, so that it needs no pickle.
     """
 
-    def __init__(self, model: nn.Module, config: AdamWConfig | MuonConfig, schedule: Schedule):
+    def __init__(self, model: nn.Module, config: OptimizerConfig, schedule: Schedule):
         self.parts = OPTIMIZERS[config.name][1](model, config)
         self.schedule = schedule
         self.peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Constant:
-    """1 after the warm-up. `warmup`, like every length here, is a share of the run."""
+class Schedule:
+    """A learning rate over its peak after a warm-up that is a share of the run, as all is here."""
 
-    name: str = "constant"
+    name: str
     warmup: float = 0.02
 
     def __post_init__(self):
@@ -19,11 +19,21 @@ class Constant:
                 raise ValueError(f"schedule.{key}={value}: expected a share, 0 to 1")
 
     def after_warmup(self, progress: float) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """1 after the warm-up."""
+
+    name: str = "constant"
+
+    def after_warmup(self, progress: float) -> float:
         return 1.0
 
 
 @dataclass(frozen=True)
-class Cosine(Constant):
+class Cosine(Schedule):
     """Half a cosine from 1 to `final` ("SGDR", Loshchilov and Hutter, 2017)."""
 
     name: str = "cosine"
@@ -35,7 +45,7 @@ class Cosine(Constant):
 
 
 @dataclass(frozen=True)
-class Linear(Constant):
+class Linear(Schedule):
     """A straight line from 1 to `final`."""
 
     name: str = "linear"
@@ -47,7 +57,7 @@ class Linear(Constant):
 
 
 @dataclass(frozen=True)
-class WarmupStableDecay(Constant):
+class WarmupStableDecay(Schedule):
     """1, then a line to `final` over the last `cooldown` ("MiniCPM", Hu et al., 2024)."""
 
     name: str = "wsd"
@@ -67,10 +77,12 @@ class WarmupStableDecay(Constant):
         return 1 - (1 - self.final) * share
 
 
-Schedule = Constant | Cosine | Linear | WarmupStableDecay
-
-
-SCHEDULES = {kind().name: kind for kind in (Constant, Cosine, Linear, WarmupStableDecay)}
+SCHEDULES: dict[str, type[Schedule]] = {
+    "constant": Constant,
+    "cosine": Cosine,
+    "linear": Linear,
+    "wsd": WarmupStableDecay,
+}
 
 
 def learning_rate_factor(schedule: Schedule, progress: float) -> float:
