@@ -164,7 +164,7 @@ class AblationSweeper(BasicSweeper):
                 )
             ]
             self.launch(jobs)
-            curves = tuning.sensitivities(jobs, settings.metric)
+            curves = tuning.sensitivities(jobs)
             tuning.write_tuning(self.folder / "tuning.csv", curves)
             edges = {curve.edge for curve in curves} - {None}
             if not edges or widening == tuning.WIDENINGS:

@@ -8,9 +8,9 @@ from wherelm.ablation import folder as state
 from wherelm.ablation import plan, results, tuning
 from wherelm.ablation.plan import AblationConfig, Arm, make_job
 from wherelm.ablation.progress import Progress
-from wherelm.ablation.tuning import Sensitivity
 from wherelm.run_folder import SUMMARY
 
+TUNED = AblationConfig("test.loss", tune=True)
 MUON = {"name": "muon", "learning_rate": 0.01, "head_learning_rate": 0.004, "momentum": 0.95}
 
 
@@ -145,7 +145,7 @@ def tuned(sweep, best, settings, first_seed=0):
 
 
 def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_path):
-    settings = AblationConfig(tune=True, tuning_seeds=2)
+    settings = AblationConfig("test.loss", tune=True)
     best, jobs, more = tuned(tmp_path, {"rope": 0.01, "alibi": 0.005}, settings)
     assert best == {"rope": 0.01, "alibi": 0.005}
     assert more == 0
@@ -160,23 +160,23 @@ def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_pa
 
 
 def test_tuning_never_meets_a_final_seed_wherever_those_begin(tmp_path):
-    most = AblationConfig(seeds=plan.TUNING_SEED - 1, tune=True)
+    most = AblationConfig("test.loss", seeds=plan.TUNING_SEED - 1, tune=True)
     for first in (0, 998, plan.TUNING_SEED):
         _, jobs, _ = tuned(tmp_path / str(first), {"rope": 0.01}, most, first)
         assert not {job.seed for job in jobs} & set(range(first, first + most.seeds))
 
 
 def test_a_best_rate_at_the_edge_widens_the_grid_for_all_arms(tmp_path, capsys):
-    best, jobs, more = tuned(tmp_path, {"rope": 0.01, "alibi": 0.04}, AblationConfig(tune=True))
+    best, jobs, more = tuned(tmp_path, {"rope": 0.01, "alibi": 0.04}, TUNED)
     assert best == {"rope": 0.01, "alibi": 0.04}
     rates = {label: {j.learning_rate for j in jobs if j.arm.label == label} for label in best}
     assert rates["rope"] == rates["alibi"] == {0.0025, 0.005, 0.01, 0.02, 0.04, 0.08}
-    assert more == 4
+    assert more == 2 * 2 * TUNED.tuning_seeds
     assert "may lie beyond" not in capsys.readouterr().out
 
 
 def test_a_best_rate_that_stays_at_the_edge_is_said_and_the_curve_is_kept(tmp_path, capsys):
-    best, _, _ = tuned(tmp_path, {"rope": 0.01, "alibi": 1e-5}, AblationConfig(tune=True))
+    best, _, _ = tuned(tmp_path, {"rope": 0.01, "alibi": 1e-5}, TUNED)
     lowest = 0.0025 / 2**tuning.WIDENINGS
     assert best == {"rope": 0.01, "alibi": lowest}
     rope, alibi = capsys.readouterr().out.splitlines()
@@ -188,30 +188,50 @@ def test_a_best_rate_that_stays_at_the_edge_is_said_and_the_curve_is_kept(tmp_pa
     assert (float(picked["learning_rate"]), picked["edge"]) == (lowest, "lowest")
 
 
-def test_tuning_leaves_out_rates_that_fail_and_follows_the_direction_of_the_metric(tmp_path):
-    rates = (0.005, 0.01, 0.02, 0.04)
-    jobs = [make_job(tmp_path, arm("rope"), 1000, "tune", rate) for rate in rates]
-    for job, exact in zip(jobs, (0.2, 0.6, 0.4, None), strict=True):
-        write_summary(job, "failed" if exact is None else "complete")
-        if exact is not None:
-            write_summary(job, splits={"validation": {"exact_match": exact, "loss": exact}})
-    (by_match,) = tuning.sensitivities(jobs, "test.exact_match")
-    assert by_match == Sensitivity(jobs[0].arm, {0.005: 0.2, 0.01: 0.6, 0.02: 0.4}, 0.01, None)
-    (by_loss,) = tuning.sensitivities(jobs, "validation.loss")
-    assert (by_loss.best, by_loss.edge) == (0.005, "lowest")
-    for job in jobs:
-        write_summary(job, "failed")
-    (none,) = tuning.sensitivities(jobs, "validation.loss")
+def tuning_jobs(sweep, losses):
+    """Tuning jobs of one arm: {rate: a loss a seed, None where it failed}."""
+    jobs = []
+    for rate, values in losses.items():
+        for seed, loss in enumerate(values, start=1000):
+            job = make_job(sweep, arm("rope"), seed, "tune", rate)
+            write_summary(job, "failed") if loss is None else write_summary(job, loss=loss)
+            jobs.append(job)
+    return jobs
+
+
+def test_tuning_leaves_out_rates_that_fail(tmp_path):
+    losses = {0.005: [0.2], 0.01: [0.6], 0.02: [0.4], 0.04: [None]}
+    (curve,) = tuning.sensitivities(tuning_jobs(tmp_path, losses))
+    assert curve.values == {0.005: 0.2, 0.01: 0.6, 0.02: 0.4}
+    assert (curve.best, curve.edge) == (0.005, "lowest")
+    (none,) = tuning.sensitivities(tuning_jobs(tmp_path, {0.01: [None], 0.02: [None]}))
     assert none.best is None
     assert "every learning rate failed" in tuning.tuning_table([none])
 
 
 def test_several_tuning_seeds_count_by_their_mean(tmp_path):
-    jobs = [make_job(tmp_path, arm("rope"), seed, "tune", 0.01) for seed in (1000, 1001)]
-    for job, loss in zip(jobs, (1.0, 2.5), strict=True):
-        write_summary(job, loss=loss)
-    (curve,) = tuning.sensitivities(jobs, "validation.loss")
+    (curve,) = tuning.sensitivities(tuning_jobs(tmp_path, {0.01: [1.0, 2.5]}))
     assert curve.values == {0.01: statistics.fmean((1.0, 2.5))}
+
+
+def test_of_equal_rates_and_of_a_flat_curve_the_middle_is_picked_and_not_the_lowest(tmp_path):
+    tie = {rate: [0.5] for rate in (0.0025, 0.005, 0.01, 0.02, 0.04)}
+    (curve,) = tuning.sensitivities(tuning_jobs(tmp_path / "tie", tie))
+    assert (curve.best, curve.edge) == (0.01, None)
+    # Seeds differ by 0.1, rates by 0.01: the curve says nothing but that 0.04 is too high.
+    flat = {0.005: [0.45, 0.55], 0.01: [0.46, 0.56], 0.02: [0.47, 0.57], 0.04: [0.8, 0.9]}
+    (curve,) = tuning.sensitivities(tuning_jobs(tmp_path / "flat", flat))
+    assert (curve.best, curve.edge) == (0.01, None)
+    # Where seeds agree, differences as small decide.
+    sharp = {rate: [values[0], values[0] + 1e-4] for rate, values in flat.items()}
+    (curve,) = tuning.sensitivities(tuning_jobs(tmp_path / "sharp", sharp))
+    assert (curve.best, curve.edge) == (0.005, "lowest")
+
+
+def test_the_split_that_tunes_does_not_judge():
+    with pytest.raises(ValueError, match=r"metric=validation\.loss: .* give ablation\.metric=test"):
+        AblationConfig(tune=True)
+    assert AblationConfig(tune=True, metric="longer.exact_match").tuning_seeds == 2
 
 
 def test_results_hold_a_row_a_job_with_the_settings_of_its_scheme(tmp_path):

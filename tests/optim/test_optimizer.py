@@ -143,12 +143,24 @@ def test_every_parameter_is_updated_exactly_by_one_optimizer(config, tied):
     assert unchanged == []
 
 
-def test_decay_acts_on_matrices_only():
-    model = decoder()
-    optimizer = Optimizer(model, AdamWConfig(), Constant())
-    for group in optimizer.parts[0].param_groups:
-        decays = group["weight_decay"] > 0
-        assert all((p.ndim >= 2) == decays for p in group["params"])
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig(weight_decay=0.1)])
+def test_decay_acts_on_the_decoder_s_matrices_and_on_no_scheme_s_parameter(name, config):
+    shape = ModelConfig(layers=2, width=16, heads=2, context=16)
+    model = Decoder(shape, build_scheme(SCHEMES[name].Config(), shape.shape), 20)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed = {
+        names[parameter]
+        for part in Optimizer(model, config, Constant()).parts
+        for group in part.param_groups
+        for parameter in group["params"]
+        if group["weight_decay"] > 0
+    }
+    matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+    expected = {name for name in matrices if not name.startswith("scheme.")}
+    if config.name == "muon":
+        expected -= {"embedding.weight", "head.weight"}
+    assert decayed == expected
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])

@@ -26,7 +26,8 @@ class AblationConfig:
 
     `baseline` is the label of an arm; null takes the first one of the command line.
     `tune` first gives every arm the same `learning_rates`, a factor 2 apart around the optimizer's
-    own, with `tuning_seeds` seeds that are not used again.
+    own, with `tuning_seeds` seeds that are not used again, by validation loss: which cannot judge
+    the arms after that.
     """
 
     metric: str = "validation.loss"
@@ -34,13 +35,18 @@ class AblationConfig:
     seeds: int = 3
     tune: bool = False
     learning_rates: int = 4
-    tuning_seeds: int = 1
+    tuning_seeds: int = 2
 
     def __post_init__(self):
         if not self.split or self.figure not in LOWER + HIGHER:
             raise ValueError(
                 f"ablation.metric={self.metric}: expected SPLIT.FIGURE such as validation.loss, "
                 f"the figure one of {', '.join(LOWER + HIGHER)}"
+            )
+        if self.tune and self.split == "validation":
+            raise ValueError(
+                f"ablation.tune=true ablation.metric={self.metric}: validation picks the learning "
+                "rates and cannot judge them too; give ablation.metric=test.loss, or another split"
             )
         for key, least in {"seeds": 1, "learning_rates": 3, "tuning_seeds": 1}.items():
             value = getattr(self, key)

@@ -1,4 +1,4 @@
-"""A learning rate for each arm, picked by validation."""
+"""A learning rate for each arm, picked by validation loss."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from wherelm.ablation.plan import Arm, Job
 from wherelm.ablation.results import write_csv
-from wherelm.run_folder import figure_of, higher_is_better
+from wherelm.run_folder import figure_of
 
 WIDENINGS = 2
+LOSS = "validation.loss"  # smooth where a share of exact replies is coarse
 
 
 def grid(centre: float, count: int, lower: int = 0, upper: int = 0) -> list[float]:
@@ -22,7 +23,7 @@ def grid(centre: float, count: int, lower: int = 0, upper: int = 0) -> list[floa
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What tuning found for one arm: the mean of the metric at each learning rate."""
+    """What tuning found for one arm: the mean validation loss at each learning rate."""
 
     arm: Arm
     values: dict[float, float]  # without those whose runs failed
@@ -30,23 +31,38 @@ class Sensitivity:
     edge: str | None  # "lowest" or "highest" where the best rate is the last of the grid
 
 
-def sensitivities(jobs: Sequence[Job], metric: str) -> list[Sensitivity]:
-    """The curve of each arm over its tuning jobs, by the metric's figure on validation."""
-    figure = f"validation.{metric.rpartition('.')[2]}"
+def sensitivities(jobs: Sequence[Job]) -> list[Sensitivity]:
+    """The curve of each arm over its tuning jobs.
+
+    Of the rates whose mean lies within a standard error of the lowest, pooled over the rates of the
+    arm, the middle one is the best: a tie or a flat curve says nothing for its lowest rate (the
+    rule of one standard error, Breiman et al., 1984, "Classification and Regression Trees").
+    """
     result = []
     for arm in dict.fromkeys(job.arm.label for job in jobs):
         own = [job for job in jobs if job.arm.label == arm]
         rates = sorted({job.learning_rate for job in own})
-        values = {}
+        losses = {}
         for rate in rates:
-            found = [figure_of(job.summary, figure) for job in own if job.learning_rate == rate]
+            found = [figure_of(job.summary, LOSS) for job in own if job.learning_rate == rate]
             if None not in found:
-                values[rate] = statistics.fmean(found)
-        sign = -1 if higher_is_better(metric) else 1
-        best = min(values, key=lambda rate: sign * values[rate]) if values else None
+                losses[rate] = found
+        values = {rate: statistics.fmean(found) for rate, found in losses.items()}
+        error = _standard_error(list(losses.values()))
+        tied = [rate for rate in values if values[rate] <= min(values.values()) + error]
+        best = tied[(len(tied) - 1) // 2] if tied else None
         edge = {rates[0]: "lowest", rates[-1]: "highest"}.get(best)
         result.append(Sensitivity(own[0].arm, values, best, edge))
     return result
+
+
+def _standard_error(groups: Sequence[Sequence[float]]) -> float:
+    """Of the mean of a group, by the spread within all of them; 0 where each has one value."""
+    freedom = sum(len(group) - 1 for group in groups)
+    if not freedom:
+        return 0.0
+    squares = sum((x - statistics.fmean(group)) ** 2 for group in groups for x in group)
+    return (squares / freedom / len(groups[0])) ** 0.5
 
 
 def tuning_table(found: Sequence[Sensitivity]) -> str:

@@ -36,7 +36,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig(OptimizerConfig):
-    """`learning_rate` for every parameter; decay (times the learning rate) on matrices alone."""
+    """`learning_rate` for all; decay (times the learning rate) on the decoder's matrices."""
 
     name: str = "adamw"
     learning_rate: float = 3e-3
@@ -63,9 +63,11 @@ class MuonConfig(OptimizerConfig):
 
 
 def adamw(model: nn.Module, config: AdamWConfig) -> list[Groups]:
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
+    # None on a scheme's parameters: whether they are a matrix or a vector is their scheme's whim.
+    named = list(model.named_parameters())
+    decays = [p.ndim >= 2 and not name.startswith("scheme.") for name, p in named]
+    matrices = [p for (_, p), decayed in zip(named, decays, strict=True) if decayed]
+    vectors = [p for (_, p), decayed in zip(named, decays, strict=True) if not decayed]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
