@@ -52,6 +52,40 @@ def test_a_wrong_setting_names_the_key_and_what_is_accepted(changes, message):
         AblationConfig(**changes)
 
 
+def grid_of_arms():
+    return [
+        Arm(
+            f"{scheme} model.layers={layers}",
+            (),
+            {},
+            (("position", scheme), ("model.layers", layers)),
+        )
+        for scheme in ("rope", "alibi", "none")
+        for layers in ("2", "5")
+    ]
+
+
+def test_arms_are_compared_within_each_level_of_the_other_factors():
+    arms = grid_of_arms()
+    within = {
+        f"{scheme} model.layers={layers}": f"rope model.layers={layers}"
+        for scheme in ("alibi", "none")
+        for layers in ("2", "5")
+    }
+    assert plan.references(arms, None) == plan.references(arms, "rope") == within
+    assert plan.references(arms, "none")["rope model.layers=5"] == "none model.layers=5"
+
+
+def test_a_baseline_that_is_named_in_full_serves_all_arms():
+    found = plan.references(grid_of_arms(), "rope model.layers=5")
+    assert set(found.values()) == {"rope model.layers=5"}
+    assert len(found) == 5
+    with pytest.raises(
+        ValueError, match="baseline=t5: expected one of rope, alibi, none, rope mod"
+    ):
+        plan.references(grid_of_arms(), "t5")
+
+
 def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():
     assert tuning.grid(0.01, 4) == [0.0025, 0.005, 0.01, 0.02]
     assert tuning.grid(0.01, 4, lower=1, upper=2) == [0.00125, 0.0025, 0.005, 0.01, *UPPER]

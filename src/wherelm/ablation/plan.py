@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,15 @@ class AblationConfig:
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing that is compared: a label, Hydra's overrides, and the configuration they make."""
+    """One thing that is compared: a label, Hydra's overrides, and the configuration they make.
+
+    `levels` are its values of the factors that the sweep varies, the one that is asked about first.
+    """
 
     label: str
     overrides: tuple[str, ...]
     config: dict[str, Any]
+    levels: tuple[tuple[str, str], ...] = ()
 
     @property
     def scheme(self) -> str:
@@ -97,6 +101,31 @@ class Job:
     @property
     def summary(self) -> dict[str, Any]:
         return read_summary(self.folder)
+
+
+def references(arms: Sequence[Arm], baseline: str | None) -> dict[str, str]:
+    """The arm that each other one is compared to, label to label.
+
+    A `baseline` that is the label of an arm serves all. One that is a value of the first factor
+    (null: the value that comes first) is met within each level of the other factors, for rope of
+    five layers is no measure of alibi at two. ValueError where it is neither.
+    """
+    labels = [arm.label for arm in arms]
+    if baseline in labels:
+        return {label: baseline for label in labels if label != baseline}
+    values = list(dict.fromkeys(arm.levels[0][1] for arm in arms if arm.levels))
+    if baseline is not None and baseline not in values:
+        expected = ", ".join(dict.fromkeys([*values, *labels]))
+        raise ValueError(f"ablation.baseline={baseline}: expected one of {expected}")
+    first = baseline or next(iter(values), None)
+    measure = {
+        arm.levels[1:]: arm.label for arm in arms if arm.levels and arm.levels[0][1] == first
+    }
+    return {
+        arm.label: measure[arm.levels[1:]]
+        for arm in arms
+        if arm.levels and arm.levels[0][1] != first and arm.levels[1:] in measure
+    }
 
 
 def make_job(
