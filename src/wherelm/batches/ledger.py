@@ -71,6 +71,7 @@ def ledger_table(ledger: dict[str, Any]) -> str:
     """
     columns = {
         "read": ("messages", "read"),
+        "held out": ("messages", "held_out"),
         "empty": ("messages", "empty"),
         "malformed": ("messages", "malformed"),
         "too long": ("rows", "too_long"),
