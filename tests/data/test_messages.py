@@ -141,7 +141,7 @@ def test_a_malformed_row_is_refused_with_its_reason(row, reason):
     ],
 )
 def test_columns_of_questions_and_answers_are_never_to_be_learned_as_one_text(columns, way):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="expected text, messages, or prompt") as caught:
         messages_from_row(dict.fromkeys(columns.split(), "said"))
     assert str(caught.value).endswith(f"({way})")
     assert "text_column" not in str(caught.value)
@@ -149,7 +149,9 @@ def test_columns_of_questions_and_answers_are_never_to_be_learned_as_one_text(co
 
 def test_one_column_of_another_name_is_pointed_to_as_the_text():
     for column in ("sentence", "output"):
-        with pytest.raises(ValueError, match=r"\(or name the text's column with data.text_column=…"):
+        with pytest.raises(
+            ValueError, match=r"\(or name the text's column with data.text_column=…"
+        ):
             messages_from_row({column: "said"})
 
 
