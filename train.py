@@ -143,8 +143,12 @@ def explain(error: Exception) -> str:
 
 
 def open_mappings(arguments: Sequence[str]) -> list[str]:
-    """Splits of any name may be added to data.extra, which Hydra itself allows with ++ alone."""
-    return [f"++{a}" if re.match(r"data\.extra[.=]", a) else a for a in arguments]
+    """Splits of any name may be added to data.extra, which Hydra itself allows with ++ alone.
+
+    An empty one takes those of the data's own away: Hydra would merge {} into them.
+    """
+    emptied = [re.sub(r"^data\.extra=\{\s*\}$", "data.extra=null", a) for a in arguments]
+    return [f"++{a}" if re.match(r"data\.extra[.=]", a) else a for a in emptied]
 
 
 def command() -> int:

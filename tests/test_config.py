@@ -113,3 +113,14 @@ def test_a_missing_group_is_named():
 def test_an_unknown_key_guesses_the_nearest_one():
     assert "did you mean a.width?" in unknown_key("a.widht", ["width", "depth"])
     assert "did you mean" not in unknown_key("a.zzz", ["width"])
+
+
+def test_an_empty_mapping_replaces_what_is_there_and_null_is_one():
+    values = {"data": {"extra": {"longer": "a.jsonl"}, "train": "b.jsonl"}}
+    for pair, expected in {
+        "data.extra={}": {},
+        "data.extra=null": None,
+        "data.extra={mine: c.jsonl}": {"longer": "a.jsonl", "mine": "c.jsonl"},
+    }.items():
+        assert with_overrides(values, [pair])["data"] == {"extra": expected, "train": "b.jsonl"}
+    assert run_config(composed("++data.extra=null")).data.extra == {}

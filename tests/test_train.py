@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from wherelm.config import typed
+from wherelm.data.sources import DataConfig
 from wherelm.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,6 +190,17 @@ def test_a_split_of_any_name_is_added_on_the_command_line():
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         extra = compose("train", loader).data.extra
     assert list(extra) == ["longer", "padded_out", "shuffled", "mine", "other"]
+
+
+@pytest.mark.parametrize("nothing", ["data.extra={}", "data.extra={ }", "data.extra=null"])
+def test_an_empty_extra_takes_the_extra_splits_away(nothing):
+    from train import open_mappings
+
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for more in ([], ["data.extra.mine=my.jsonl"]):
+            composed = compose("train", open_mappings(["data=errands", nothing, *more])).data
+            data = typed(DataConfig, OmegaConf.to_container(composed), "data")
+            assert data.extra == dict(pair.removeprefix("data.extra.").split("=") for pair in more)
 
 
 def test_a_run_is_never_written_over(finished):

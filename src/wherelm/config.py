@@ -217,12 +217,15 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         options = [a for a in arguments if a is not type(None)]
         if value is None and len(options) < len(arguments):
             return None
-        return _convert(options[0], value, key)
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        fitting = [a for a in options if (typing.get_origin(a) is tuple) == listed]
+        return _convert((fitting or options)[0], value, key)
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError(f"{key}={value!r}: expected a list such as {key}=[a,b]")
         return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
     if origin is dict:
+        value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise ValueError(f"{key}={value!r}: expected a mapping such as {key}={{name: value}}")
         return {str(k): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
@@ -285,7 +288,10 @@ def with_overrides(values: Mapping[str, Any], pairs: Sequence[str]) -> dict[str,
             accepted = list(group) if OmegaConf.is_dict(group) else list(config)
             raise ValueError(unknown_key(key, accepted))
         try:
-            config = OmegaConf.merge(config, OmegaConf.from_dotlist([pair]))
+            change = OmegaConf.from_dotlist([pair])
+            if OmegaConf.select(change, key) == {}:  # merging would leave what is there
+                OmegaConf.update(config, key, {}, merge=False)
+            config = OmegaConf.merge(config, change)
             values = OmegaConf.to_container(config, resolve=True)
         except (YAMLError, OmegaConfBaseException) as error:
             raise ValueError(

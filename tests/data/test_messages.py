@@ -125,6 +125,37 @@ def test_a_malformed_row_is_refused_with_its_reason(row, reason):
 
 
 @pytest.mark.parametrize(
+    ("columns", "way"),
+    [
+        ("question answer", "rename question to prompt and answer to completion"),
+        ("prompt response", "rename response to completion"),
+        ("Instruction Output", "rename Instruction to prompt and Output to completion"),
+        (
+            "instruction input output",
+            "rename instruction to prompt and output to completion; what input holds goes to the "
+            "end of prompt",
+        ),
+        ("input output", "rename input to prompt and output to completion"),
+        ("id conversations", "rename conversations to messages, a list of {role, content}"),
+        ("prompt chosen", "rename the columns of what is asked and of the reply"),
+    ],
+)
+def test_columns_of_questions_and_answers_are_never_to_be_learned_as_one_text(columns, way):
+    with pytest.raises(ValueError, match="expected text, messages, or prompt") as caught:
+        messages_from_row(dict.fromkeys(columns.split(), "said"))
+    assert str(caught.value).endswith(f"({way})")
+    assert "text_column" not in str(caught.value)
+
+
+def test_one_column_of_another_name_is_pointed_to_as_the_text():
+    for column in ("sentence", "output"):
+        with pytest.raises(
+            ValueError, match=r"\(or name the text's column with data.text_column=…"
+        ):
+            messages_from_row({column: "said"})
+
+
+@pytest.mark.parametrize(
     "row",
     [
         "",

@@ -263,6 +263,9 @@ def test_validation_is_split_off_by_hash_so_that_duplicates_stay_together(tmp_pa
     assert validation.counts["in_train"] == 0
     assert train.counts["repeated"] + validation.counts["repeated"] == 1400
     assert train.counts["read"] == train.counts["kept"] + train.counts["held_out"]
+    assert validation.counts["read"] + validation.counts["split_off"] == validation.counts["kept"]
+    assert train.counts["held_out"] == validation.counts["split_off"] > 0
+    assert train.counts["read"] + validation.counts["read"] == len(lines)  # each is counted once
 
     (tmp_path / "data.txt").write_text("\n".join(["another", *reversed(lines)]))
     again = load(tmp_path, "data.txt", None, validation=None, validation_fraction=0.2)

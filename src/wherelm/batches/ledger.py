@@ -10,6 +10,9 @@ import numpy as np
 from wherelm.batches.batch import padded_width
 from wherelm.batches.sampler import BATCHINGS, POOL, Sampler
 from wherelm.batches.store import TokenStore
+from wherelm.tokenizer.table import fitting_share
+
+MOST_CUT = 0.01  # of a split's examples, before it is said
 
 
 def token_ledger(store: TokenStore) -> dict[str, int]:
@@ -64,6 +67,41 @@ def full_ledger(
     }
 
 
+def cut_warning(
+    ledger: dict[str, Any], context: int, overflow: str, batch_tokens: int
+) -> str | None:
+    """One line on the splits of which more than MOST_CUT do not fit into the context: what is lost.
+
+    It ends with what would help, in numbers. None where all splits fit.
+    """
+    shares = {}
+    for split, counts in ledger.items():
+        if "rows" in counts:
+            cut = counts["rows"]["truncated"] + counts["rows"]["too_long"]
+            shares[split] = cut / counts["messages"]["kept"]
+    splits = [split for split, share in shares.items() if share > MOST_CUT]
+    if not splits:
+        return None
+    rows = [ledger[split]["rows"] for split in splits]
+    lost, late = (sum(each[key] for each in rows) for key in ("lost_tokens", "prompt_too_long"))
+    most = max(rows, key=lambda each: each["fitting_context"])
+    fits = most["fitting_context"]
+    fix = f"model.context={fits}" + f" training.batch_tokens={fits}" * (fits > batch_tokens)
+    parts = ", ".join(f"{_percent(shares[split])} of {split}" for split in splits)
+    done = "are cut" if overflow == "truncate" else "are left out"
+    share = _percent(lost / sum(each["tokens"] for each in rows))
+    return (
+        f"examples longer than model.context={context} {done}: {parts}, and with them {lost:,} "
+        f"tokens ({share})"
+        + f"; {late:,} have a prompt that alone is longer and teach nothing" * bool(late)
+        + f"; {fix} keeps {fitting_share(most)} whole, data.overflow=split loses nothing"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share > 0.1 else 1}f} %"
+
+
 def ledger_table(ledger: dict[str, Any]) -> str:
     """What was read, kept and left out of each split, and its tokens, as aligned text.
 
@@ -71,6 +109,7 @@ def ledger_table(ledger: dict[str, Any]) -> str:
     """
     columns = {
         "read": ("messages", "read"),
+        "held out": ("messages", "held_out"),
         "empty": ("messages", "empty"),
         "malformed": ("messages", "malformed"),
         "too long": ("rows", "too_long"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-COUNTED = ("read", "kept", "empty", "malformed", "held_out", "over_limit")
+COUNTED = ("read", "split_off", "kept", "empty", "malformed", "held_out", "over_limit")
 SHOWN_MALFORMED = 5
 
 
@@ -32,10 +32,11 @@ class Examples:
 
     `table` has the columns `messages` (a list of {role, content}), `hash` (64 bits of what is
     said) and `group` (what its row is counted under, or null). `counts` says what became of all
-    that was read: read = kept + empty + malformed + held_out (moved to validation) + over_limit;
-    `first_malformed` names files and lines; `repeated` are examples that stood in this split
-    before, `in_train` those that the training split has too (null if it was not loaded). `key` is
-    a sha256 over the content, and `cache` the folder in which to keep what is made of it.
+    that was read, each row once: read + split_off (what validation took of train's rows) = kept +
+    empty + malformed + held_out (what train gave to validation) + over_limit. `first_malformed`
+    names files and lines; `repeated` are examples that stood in this split before, `in_train` those
+    that the training split has too (null if it was not loaded). `key` is a sha256 over the content,
+    and `cache` the folder in which to keep what is made of it.
     """
 
     table: pa.Table

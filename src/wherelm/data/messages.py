@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 LEARN = ("replies", "all")
 COLUMNS = "text, messages, or prompt and completion"
+# Names that others give to a question and its answer. One of them learned alone would be harm.
+ASKING = ("prompt", "instruction", "question", "query", "problem", "request", "input")
+BESIDE = ("input", "context")  # belong to the question that they stand beside
+REPLYING = ("completion", "output", "response", "answer", "reply", "solution")
+TURNS = ("conversations", "conversation", "dialogue", "dialog", "turns", "chat")
 LONGEST_GROUP = 40  # characters; longer ones are no names of groups
 
 
@@ -120,10 +125,27 @@ def messages_from_row(row: Any, text_column: str = "text") -> list[Message]:
         return [_message(role, row[column], column) for role, column in pairs]
     if "text" in row:
         return [_message("text", row["text"], "text")]
-    raise ValueError(
-        f"has {_columns(row)}; expected {COLUMNS} (or name the text's column with "
-        "data.text_column=…)"
+    raise ValueError(f"has {_columns(row)}; expected {COLUMNS} ({_renaming(row)})")
+
+
+def _renaming(row: dict) -> str:
+    """How a row of other columns becomes one that is read whole."""
+    names = {str(column).lower(): str(column) for column in row}
+    asks, replies, beside, turns = (
+        next((names[name] for name in known if name in names), None)
+        for known in (ASKING, REPLYING, BESIDE, TURNS)
     )
+    if asks and replies:
+        wanted = ((asks, "prompt"), (replies, "completion"))
+        renamed = " and ".join(f"{old} to {new}" for old, new in wanted if old != new)
+        if beside in (None, asks):
+            return f"rename {renamed}"
+        return f"rename {renamed}; what {beside} holds goes to the end of prompt"
+    if turns:
+        return f"rename {turns} to messages, a list of {{role, content}}"
+    if (asks or replies) and len(row) > 1:
+        return "rename the columns of what is asked and of the reply"
+    return "or name the text's column with data.text_column=…"
 
 
 def _columns(row: dict) -> str:

@@ -57,7 +57,7 @@ def split_off(
     rest, validation = both.slice(0, parted["kept"]), both.slice(parted["kept"])
     counts = train.counts | parted
     validation_counts = dict.fromkeys(COUNTED, 0) | {
-        "read": len(validation),
+        "split_off": len(validation),
         "kept": len(validation),
         "first_malformed": [],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
     from wherelm.data.examples import Examples
 
+COUNTED = ("truncated", "split", "too_long", "pieces", "nothing_learned", "prompt_too_long")
+WHOLE = 0.95  # of the examples are to fit into the context that is proposed
+
 
 def tokenize(
     examples: Examples, tokenizer: Tokenizer, *, learn: str, overflow: str, context: int
-) -> tuple[pa.Table, dict[str, int]]:
+) -> tuple[pa.Table, dict[str, Any]]:
     """A table with the columns `ids` (int32), `learned` (bool) and `group`, and counts.
 
     An example may hold context + 1 tokens: context inputs, each with a next token as its target.
@@ -31,27 +34,60 @@ def tokenize(
     ("split"), or left out ("skip"). What holds no learned target is left out.
 
     Counts of examples: truncated, split, too_long (left out); counts of pieces: pieces (the rows
-    of the table) and nothing_learned (left out). The result is kept in the examples' cache, by
-    their content, the tokenizer and the options. ValueError if nothing is left.
+    of the table) and nothing_learned (left out), among them prompt_too_long, whose reply begins
+    behind the cut. Of all `tokens`, `lost_tokens` stand behind cuts or in examples that are too
+    long; `fitting_context` would keep `fitting_share` of the examples whole. The result is kept in
+    the examples' cache, by their content, the tokenizer and the options. ValueError if nothing is
+    left.
     """
 
-    def build() -> tuple[datasets.Dataset, dict[str, int]]:
+    def build() -> tuple[datasets.Dataset, dict[str, Any]]:
         import datasets
 
         with _collector_off():
             table, counts = _tokenized(examples.dataset, tokenizer, learn, overflow, context)
         if len(table) == 0:
-            hint = "raise model.context" if learn == "all" else "data.learn=all learns every turn"
-            raise ValueError(
-                f"no example is left of {len(examples.table)}: {counts['too_long']} longer than "
-                f"model.context={context} under data.overflow={overflow}, "
-                f"{counts['nothing_learned']} without anything to learn ({hint})"
-            )
+            why = _why_nothing_is_left(counts, learn, context)
+            raise ValueError(f"no example is left of {len(examples.table)}: {why}")
         return datasets.Dataset(table, fingerprint=name[:16]), counts
 
     code = code_of("data.messages", "tokenizer.tokenizer", "tokenizer.table")
     name = key_of(code, examples.key, tokenizer.fingerprint, learn, overflow, context)
     return stored(examples.cache, f"tokens-{name[:32]}", build)
+
+
+def _why_nothing_is_left(counts: dict[str, Any], learn: str, context: int) -> str:
+    """The causes with their numbers, and what helps."""
+    reasons = {
+        f"longer than model.context={context} (data.overflow=skip)": counts["too_long"],
+        f"with a prompt that alone is longer than model.context={context}, so that no reply is "
+        "left to learn": counts["prompt_too_long"],
+        "without anything to learn": counts["nothing_learned"] - counts["prompt_too_long"],
+    }
+    fix = f"model.context={counts['fitting_context']} keeps {fitting_share(counts)} whole"
+    if counts["too_long"]:
+        fix += ", data.overflow=split loses nothing"
+    elif not counts["prompt_too_long"]:
+        fix = "expected texts of two tokens or more"
+        if learn == "replies":
+            fix = "none has a reply by the assistant; data.learn=all learns every turn"
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    return f"{why} ({fix})"
+
+
+def fitting_share(counts: dict[str, Any]) -> str:
+    """How much of a split `fitting_context` keeps whole, as a percentage that is not too high."""
+    return f"{int(100 * counts['fitting_share'])} %"
+
+
+def fitting_context(lengths: np.ndarray) -> int:
+    """The smallest context, of 4, 6, 8, 12, 16, …, that WHOLE of the examples fit into.
+
+    `lengths` are those of whole examples in tokens, one more than the context each needs.
+    """
+    needed = max(4, int(np.quantile(lengths, WHOLE, method="inverted_cdf")) - 1)
+    power = 1 << (needed - 1).bit_length()
+    return power * 3 // 4 if needed <= power * 3 // 4 else power
 
 
 @contextlib.contextmanager
@@ -68,12 +104,12 @@ def _collector_off() -> Iterator[None]:
 
 def _tokenized(
     examples: datasets.Dataset, tokenizer: Tokenizer, learn: str, overflow: str, context: int
-) -> tuple[pa.Table, dict[str, int]]:
+) -> tuple[pa.Table, dict[str, Any]]:
     import pyarrow as pa
 
-    counts = dict.fromkeys(("truncated", "split", "too_long", "pieces", "nothing_learned"), 0)
+    counts: dict[str, Any] = dict.fromkeys((*COUNTED, "tokens", "lost_tokens"), 0)
     groups = examples.with_format("arrow")[:]["group"].combine_chunks()
-    tables, read = [], 0
+    tables, lengths_of_all, read = [], [], 0
     for batch in _batches(spans(messages, learn) for messages in messages_of(examples)):
         ids, learned, ends = tokenizer.encode_flat(batch)
         starts, stops = _cuts(ends, overflow, context, counts)
@@ -82,6 +118,11 @@ def _tokenized(
         kept = learned_before[stops] > learned_before[np.minimum(starts + 1, stops)]
         counts["pieces"] += int(kept.sum())
         counts["nothing_learned"] += int((~kept).sum())
+        if overflow == "truncate":
+            late = ~kept & (learned_before[ends[1:]] > learned_before[stops])
+            counts["prompt_too_long"] += int(late.sum())
+            counts["lost_tokens"] += int((stops - starts)[late].sum())
+        lengths_of_all.append(np.diff(ends))
         starts, lengths = starts[kept], (stops - starts)[kept]
         examples_of_pieces = read + np.searchsorted(ends, starts, side="right") - 1
         read += len(batch)
@@ -93,20 +134,26 @@ def _tokenized(
         ]
         columns = [*lists, groups.take(pa.array(examples_of_pieces))]
         tables.append(pa.table(columns, names=["ids", "learned", "group"]))
+    whole = np.concatenate(lengths_of_all)
+    counts["tokens"] = int(whole.sum())
+    counts["fitting_context"] = fitting_context(whole)
+    counts["fitting_share"] = float((whole <= counts["fitting_context"] + 1).mean())
     return pa.concat_tables(tables), counts
 
 
 def _cuts(
-    ends: np.ndarray, overflow: str, context: int, counts: dict[str, int]
+    ends: np.ndarray, overflow: str, context: int, counts: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where the pieces start and stop; example i is [ends[i] : ends[i + 1]]."""
     starts, stops = ends[:-1], ends[1:]
     long = stops - starts > context + 1
     if overflow == "truncate":
         counts["truncated"] += int(long.sum())
+        counts["lost_tokens"] += int((stops - starts - context - 1)[long].sum())
         return starts, np.minimum(stops, starts + context + 1)
     if overflow == "skip":
         counts["too_long"] += int(long.sum())
+        counts["lost_tokens"] += int((stops - starts)[long].sum())
         return starts[~long], stops[~long]
     assert overflow == "split", overflow
     counts["split"] += int(long.sum())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from wherelm import pipeline
-from wherelm.batches.ledger import full_ledger, ledger_table
+from wherelm.batches.ledger import cut_warning, full_ledger, ledger_table
 from wherelm.batches.sampler import Sampler
 from wherelm.config import RunConfig, plain, save_yaml
 from wherelm.model.decoder import Decoder
@@ -70,6 +70,11 @@ def describe(
     for line in model.scheme.warnings():
         log.warning("warning: %s", line)
     log.info("%s\n", ledger_table(ledger))
+    cut = cut_warning(
+        ledger, config.model.context, config.data.overflow, config.training.batch_tokens
+    )
+    if cut is not None:
+        log.warning("warning: %s\n", cut)
     count = sum(p.numel() for p in model.parameters())
     log.info(
         "%s: %s parameters, position=%s, %s, %s, %d threads; run folder %s",
