@@ -397,7 +397,7 @@ def test_a_profile_of_fewer_steps_than_it_traces_says_so(fit, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal", "learned"])
+@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal", "learned", "randomised"])
 def test_a_compiled_run_learns_what_an_eager_one_does(fit, tmp_path, position):
     packed = {"batching": "packed", "micro_tokens": 256}
     eager = fit("eager", position={"name": position}, training=packed)
