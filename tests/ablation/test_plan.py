@@ -52,6 +52,16 @@ def test_a_wrong_setting_names_the_key_and_what_is_accepted(changes, message):
         AblationConfig(**changes)
 
 
+def test_what_acts_on_tuning_alone_is_told_where_nothing_is_tuned():
+    own = {"learning_rates": 5, "tuning_seeds": 2}
+    lines = AblationConfig(**own).warnings()
+    assert lines == [
+        "ablation.learning_rates=5 acts on tuning alone: give ablation.tune=true",
+        "ablation.tuning_seeds=2 acts on tuning alone: give ablation.tune=true",
+    ]
+    assert AblationConfig(**own, tune=True).warnings() == AblationConfig().warnings() == []
+
+
 def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():
     assert tuning.grid(0.01, 4) == [0.0025, 0.005, 0.01, 0.02]
     assert tuning.grid(0.01, 4, lower=1, upper=2) == [0.00125, 0.0025, 0.005, 0.01, *UPPER]

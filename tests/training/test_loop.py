@@ -16,9 +16,10 @@ from wherelm.batches.sampler import cut
 from wherelm.batches.store import TokenStore
 from wherelm.config import run_config
 from wherelm.run_folder import PROFILE, TRACE
-from wherelm.schemes import SCHEMES
+from wherelm.schemes import SCHEMES, build_scheme
 from wherelm.training import loop as training
 from wherelm.training import profiling
+from wherelm.training.description import idle_settings
 from wherelm.training.tracking import Tracker
 
 WORDS = ["report", "slides", "agenda", "contract", "invoice", "budget", "letter", "memo"]
@@ -374,6 +375,33 @@ def test_rope_learns_the_same_from_any_offset_and_learned_positions_do_not(fit):
     assert offset == pytest.approx(plain, abs=1e-3)
     plain, offset = losses("learned")
     assert abs(offset - plain) > 1e-2
+
+
+def test_settings_that_cannot_act_are_told_before_training_and_others_are_not(fit, caplog):
+    def told(**model):
+        caplog.clear()
+        fit(f"run-{len(model)}", model=model, training={"steps": 1, "random_offset": True})
+        return [line for line in caplog.messages if line.startswith("warning: ")]
+
+    offset = "warning: training.random_offset=true changes nothing: position=rope reads the same"
+    (line,) = told()
+    assert line.startswith(offset)
+    window, line = told(window=64)
+    assert window.startswith("warning: model.window=64 hides nothing in training")
+    assert line.startswith(offset)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_random_offset_and_a_window_are_told_only_where_they_cannot_act(name, tmp_path):
+    def idle(window, **training):
+        one = config(tmp_path, model={"window": window}, position={"name": name}, training=training)
+        scheme = build_scheme(one.position, one.model.shape)
+        # Beside what the scheme says of itself.
+        return len(idle_settings(one, scheme)) - len(scheme.warnings())
+
+    acts = name in ("sinusoidal", "learned", "fire", "randomised")
+    assert [idle(63), idle(None), idle(64), idle(65)] == [0, 0, 1, 1]
+    assert [idle(None, random_offset=on) for on in (False, True)] == [0, not acts]
 
 
 def test_a_profile_accounts_for_the_time_and_changes_nothing(fit, tmp_path):
