@@ -4,6 +4,7 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -417,6 +418,35 @@ def test_a_profile_accounts_for_the_time_and_changes_nothing(fit, tmp_path):
     with gzip.open(tmp_path / "profiled" / TRACE) as file:
         events = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert "aten::mm" in events
+
+
+def test_a_profile_counts_every_moment_behind_the_trace_under_the_part_that_it_took(
+    fit, monkeypatch, tmp_path
+):
+    """By a clock that stands still but for the writing of metrics, checkpoints and the trace."""
+    now = [0.0]
+
+    def taking(seconds, function):
+        def slow(*arguments, **named):
+            now[0] += seconds
+            return function(*arguments, **named)
+
+        return slow
+
+    tracer = torch.profiler.profile
+    for owner, name, seconds in (
+        (Tracker, "write", 1.0),
+        (training, "save", 10.0),
+        (tracer, "export_chrome_trace", 100.0),
+    ):
+        monkeypatch.setattr(owner, name, taking(seconds, getattr(owner, name)))
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    fit("run", training={"profile": True, "steps": 8})
+    lines = (tmp_path / "run" / PROFILE).read_text().splitlines()
+    seconds = {line.split()[0]: float(line.split()[1]) for line in lines[1:]}
+    # Steps 6 to 8, each with a line of metrics; the last one is validated and saved too.
+    expected = {"evaluation": 1.0, "saving": 10.0, profiling.OTHER: 3.0}
+    assert seconds == dict.fromkeys(profiling.PARTS, 0.0) | expected
 
 
 def test_a_profile_of_fewer_steps_than_it_traces_says_so(fit, tmp_path):
