@@ -42,11 +42,8 @@ class Pair(NamedTuple):
 class NaiveNone:
     """No positions. Another scheme overrides what it changes.
 
-    `shift_invariant`: adding one number to all positions changes no logit; None is not tested.
     `weights` holds the scheme's own parameters by name.
     """
-
-    shift_invariant: bool | None = True
 
     def __init__(self, config: Any, shape: Any, weights: dict[str, np.ndarray]):
         self.config, self.shape, self.weights = config, shape, weights
@@ -75,8 +72,6 @@ class NaiveNone:
 
 
 class NaiveSinusoidal(NaiveNone):
-    shift_invariant = False
-
     def embed(self, x_D, position):
         width = self.shape.width
         vector = np.zeros(width)
@@ -88,8 +83,6 @@ class NaiveSinusoidal(NaiveNone):
 
 
 class NaiveLearned(NaiveNone):
-    shift_invariant = False
-
     def embed(self, x_D, position):
         return x_D + self.weights["table_LD"][position]
 
@@ -182,9 +175,6 @@ class NaiveKerple(NaiveNone):
 
 
 class NaiveFire(NaiveNone):
-    # Invariant only while every query stands before L.
-    shift_invariant = None
-
     def bias(self, pair):
         c = abs(float(self.weights["c"][0]))
         start = max(1.0, self.shape.context / 4)
@@ -214,10 +204,6 @@ class NaiveHybrid(NaiveNone):
             self.inner(entry.scheme, f"schemes.{i}.") for i, entry in enumerate(config.pattern)
         ]
 
-    @property
-    def shift_invariant(self):
-        return all(entry.shift_invariant for entry in self.entries)
-
     def embed(self, x_D, position):
         for entry in self.entries[: self.shape.layers]:
             x_D = entry.embed(x_D, position)
@@ -232,9 +218,6 @@ class NaiveHybrid(NaiveNone):
 
 
 class NaiveRandomised(NaiveNone):
-    # Other positions are other draws.
-    shift_invariant = None
-
     def __init__(self, config, shape, weights):
         super().__init__(config, shape, weights)
         self.length = config.length or 8 * shape.context

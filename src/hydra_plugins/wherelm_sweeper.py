@@ -61,6 +61,8 @@ class AblationSweeper(BasicSweeper):
         HydraConfig.instance().set_config(self.config)
         self.folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         arms = self.arms(arguments, settings)
+        for line in settings.warnings():
+            print(f"warning: {line}", file=sys.stderr)
         self.folder.mkdir(parents=True, exist_ok=True)
         state.go(self.folder)
         tuned = settings.tune * settings.learning_rates * settings.tuning_seeds

@@ -86,6 +86,16 @@ def test_a_baseline_that_is_named_in_full_serves_all_arms():
         plan.references(grid_of_arms(), "t5")
 
 
+def test_what_acts_on_tuning_alone_is_told_where_nothing_is_tuned():
+    own = {"learning_rates": 5, "tuning_seeds": 3}
+    lines = AblationConfig(**own).warnings()
+    assert lines == [
+        "ablation.learning_rates=5 acts on tuning alone: give ablation.tune=true",
+        "ablation.tuning_seeds=3 acts on tuning alone: give ablation.tune=true",
+    ]
+    assert AblationConfig("test.loss", **own, tune=True).warnings() == AblationConfig().warnings() == []
+
+
 def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():
     assert tuning.grid(0.01, 4) == [0.0025, 0.005, 0.01, 0.02]
     assert tuning.grid(0.01, 4, lower=1, upper=2) == [0.00125, 0.0025, 0.005, 0.01, *UPPER]

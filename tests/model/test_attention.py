@@ -175,7 +175,10 @@ def test_qk_norm_makes_attention_independent_of_the_size_of_queries_and_keys():
         assert change <= 1e-4 if qk_norm else change > 1e-2
 
 
-def test_dropout_of_weights_acts_in_training_alone():
+@pytest.mark.parametrize("short", [0, attention.SHORT])
+def test_dropout_of_weights_acts_in_training_alone(short, monkeypatch):
+    """Of the fused kernel as of the plain products."""
+    monkeypatch.setattr(attention, "SHORT", short)
     x_BTD = torch.randn(2, 5, 8)
     module = Attention(8, 2, 4, dropout=0.5)
     assert difference(forward(module, x_BTD), forward(module, x_BTD)) > 1e-3

@@ -99,6 +99,13 @@ def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_p():
         assert kept(keep_top_p(logits_BV, p)) == [False, True, False, False]
 
 
+def test_top_p_ends_with_the_token_that_reaches_p_exactly():
+    halves, quarters = torch.zeros(1, 2), torch.zeros(1, 4)
+    assert kept(keep_top_p(halves, 0.5)) == [True, False]
+    assert kept(keep_top_p(quarters, 0.5)) == [True, True, False, False]
+    assert kept(keep_top_p(quarters, 0.75)) == [True, True, True, False]
+
+
 def test_min_p_is_relative_to_the_likeliest():
     logits_BV = logits_of(0.6, 0.3, 0.1)
     assert kept(keep_min_p(logits_BV, 0.4)) == [True, True, False]
@@ -243,6 +250,29 @@ def test_the_first_greedy_token_is_drawn_from_the_penalized_logits():
     tokens = tokens_of(generate(model, [prompt], sampling, None))[0]
     assert tokens[:1] == expected
     assert len(set(tokens) | set(prompt)) == len(tokens) + len(set(prompt)), "nothing repeats"
+
+
+@pytest.mark.parametrize("scheme", ["rope", "randomised"])
+def test_rows_that_stay_keep_their_own_penalties_and_lengths(scheme):
+    """When first the first and then the third row has ended."""
+    model = random_decoder(scheme, context=8)
+    prompts = [PROMPTS[1], PROMPTS[2], PROMPTS[0], [1] * 9]
+    ends = {0: 2, 1: 9, 2: 4, 3: 9}
+
+    def finished(numbers):
+        taken = dict.fromkeys(numbers, 0)
+
+        def stop(row: int, token: int) -> bool:
+            taken[row] += 1
+            return taken[row] == ends[row]
+
+        sampling = Sampling(greedy=True, repetition_penalty=1.3, max_tokens=9)
+        chosen = [prompts[number] for number in numbers]
+        return tokens_of(generate(model, chosen, sampling, None, numbers, stop))
+
+    together = finished(list(ends))
+    assert [len(reply) for reply in together] == list(ends.values())
+    assert together == [finished([number])[0] for number in ends]
 
 
 def test_the_end_is_never_penalized():

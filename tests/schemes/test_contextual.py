@@ -37,6 +37,14 @@ def test_fox_sums_the_log_gates_between_key_and_query():
             assert difference(bias_BHTS[:, :, t, s], expected) <= 1e-5
 
 
+def test_fox_tells_neighbours_apart_behind_a_long_text():
+    """Sums beyond 65,536 have steps of 1/128 in float32."""
+    values_1HS = torch.full((1, 1, 70_000), -1.0)
+    values_1HS[..., -3:] = torch.tensor([-0.001, -0.002, -0.003])
+    bias_S = random_decoder("fox").scheme.for_layer(0).value_bias(values_1HS, 1)[0, 0, 0]
+    assert bias_S[-3:].tolist() == pytest.approx([-0.005, -0.003, 0.0], abs=1e-6)
+
+
 def test_fox_gates_are_not_rounded_to_bfloat16_by_autocast():
     fox, x_BTD = random_decoder("fox").scheme.for_layer(0), torch.randn(1, 5, 16)
     exact = fox.token_value(x_BTD)

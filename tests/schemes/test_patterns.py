@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import (
+    CONTEXT,
     alone_logits,
     difference,
     inputs,
@@ -57,6 +58,13 @@ def test_a_pattern_makes_parameters_for_the_layers_that_read_them_alone():
     model = random_decoder("hybrid", nested, layers=6)
     kinds = [type(model.scheme.for_layer(layer)).__name__ for layer in range(6)]
     assert kinds == ["Rope", "Rope", "Rope", "ForgetGate", "Rope", "T5"]
+
+
+def test_a_window_of_a_pattern_that_hides_nothing_at_the_trained_length_is_told():
+    for window, told in ((CONTEXT - 1, 0), (CONTEXT, 1)):
+        pattern = {"pattern": entries(("rope", window), ("none", None))}
+        lines = random_decoder("hybrid", pattern).scheme.warnings()
+        assert sum(f"position.pattern.window={window} hides" in line for line in lines) == told
 
 
 def test_a_window_hides_what_stands_farther_back():

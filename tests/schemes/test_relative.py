@@ -119,6 +119,14 @@ def test_a_bias_is_exact_far_back_also_after_a_cast_of_the_model(name):
     assert (actual.double() / expected - 1).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["kerple", "fire", "t5", "alibi"])
+def test_a_bias_is_not_rounded_to_bfloat16_by_autocast(name):
+    one, positions = random_decoder(name).scheme, torch.arange(200)[None]
+    exact = one.bias(positions, positions).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert difference(one.bias(positions, positions).detach(), exact) <= 1e-6
+
+
 @pytest.mark.parametrize("name", ["t5", "kerple", "fire", "fox"])
 @pytest.mark.parametrize("form", ["right", "packed"])
 def test_gradients_through_the_bias_mask_are_those_of_the_textbook_form(name, form, monkeypatch):

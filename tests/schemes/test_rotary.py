@@ -173,6 +173,17 @@ def test_yarn_keeps_the_first_pairs_and_interpolates_the_last():
     assert yarn_magnitude(8.0) == pytest.approx(1.2079, abs=5e-5)
 
 
+def test_yarn_at_a_context_of_16_leaves_pairs_alone_that_turn_less_often_than_32_times():
+    """By hand: log(16/2pi) / log(4096/2pi) = 0.14425, and 32 to that power is 1.6486."""
+    assert yarn_turns(16) == pytest.approx(1.6486, abs=5e-5)
+    assert yarn_turns(6) == 1.0
+    yarn = scheme("rope", width=32, heads=1, context=16, base=100.0, scaling="yarn", factor=4.0)
+    # Pair i turns 2.5465 / 100^(i/16) times: 1.6486 times at i = 1.5, once at i = 3.2.
+    kept = torch.tensor([1, 1, 2 / 3, 1 / 3, *[0] * 12], dtype=torch.float64)
+    plain = rotary_frequencies(32, 100.0)
+    assert difference(yarn.frequencies_P, plain * (kept + (1 - kept) / 4)) <= 1e-12
+
+
 def test_yarn_lengthens_queries_and_keys():
     yarn = scheme("rope", width=128, context=4096, scaling="yarn", factor=8.0)
     x_BHTK = torch.randn(1, 2, 3, 64)

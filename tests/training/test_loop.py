@@ -4,6 +4,7 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from wherelm.batches.sampler import cut
 from wherelm.batches.store import TokenStore
 from wherelm.config import run_config
 from wherelm.run_folder import PROFILE, TRACE
-from wherelm.schemes import SCHEMES
+from wherelm.schemes import SCHEMES, build_scheme
 from wherelm.training import loop as training
 from wherelm.training import profiling
+from wherelm.training.description import idle_settings
 from wherelm.training.tracking import Tracker
 
 WORDS = ["report", "slides", "agenda", "contract", "invoice", "budget", "letter", "memo"]
@@ -376,6 +378,33 @@ def test_rope_learns_the_same_from_any_offset_and_learned_positions_do_not(fit):
     assert abs(offset - plain) > 1e-2
 
 
+def test_settings_that_cannot_act_are_told_before_training_and_others_are_not(fit, caplog):
+    def told(**model):
+        caplog.clear()
+        fit(f"run-{len(model)}", model=model, training={"steps": 1, "random_offset": True})
+        return [line for line in caplog.messages if line.startswith("warning: ")]
+
+    offset = "warning: training.random_offset=true changes nothing: position=rope reads the same"
+    (line,) = told()
+    assert line.startswith(offset)
+    window, line = told(window=64)
+    assert window.startswith("warning: model.window=64 hides nothing in training")
+    assert line.startswith(offset)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_random_offset_and_a_window_are_told_only_where_they_cannot_act(name, tmp_path):
+    def idle(window, **training):
+        one = config(tmp_path, model={"window": window}, position={"name": name}, training=training)
+        scheme = build_scheme(one.position, one.model.shape)
+        # Beside what the scheme says of itself.
+        return len(idle_settings(one, scheme)) - len(scheme.warnings())
+
+    acts = name in ("sinusoidal", "learned", "fire", "randomised")
+    assert [idle(63), idle(None), idle(64), idle(65)] == [0, 0, 1, 1]
+    assert [idle(None, random_offset=on) for on in (False, True)] == [0, not acts]
+
+
 def test_a_profile_accounts_for_the_time_and_changes_nothing(fit, tmp_path):
     fit("plain")
     summary = fit("profiled", training={"profile": True})
@@ -391,13 +420,42 @@ def test_a_profile_accounts_for_the_time_and_changes_nothing(fit, tmp_path):
     assert "aten::mm" in events
 
 
+def test_a_profile_counts_every_moment_behind_the_trace_under_the_part_that_it_took(
+    fit, monkeypatch, tmp_path
+):
+    """By a clock that stands still but for the writing of metrics, checkpoints and the trace."""
+    now = [0.0]
+
+    def taking(seconds, function):
+        def slow(*arguments, **named):
+            now[0] += seconds
+            return function(*arguments, **named)
+
+        return slow
+
+    tracer = torch.profiler.profile
+    for owner, name, seconds in (
+        (Tracker, "write", 1.0),
+        (training, "save", 10.0),
+        (tracer, "export_chrome_trace", 100.0),
+    ):
+        monkeypatch.setattr(owner, name, taking(seconds, getattr(owner, name)))
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    fit("run", training={"profile": True, "steps": 8})
+    lines = (tmp_path / "run" / PROFILE).read_text().splitlines()
+    seconds = {line.split()[0]: float(line.split()[1]) for line in lines[1:]}
+    # Steps 6 to 8, each with a line of metrics; the last one is validated and saved too.
+    expected = {"evaluation": 1.0, "saving": 10.0, profiling.OTHER: 3.0}
+    assert seconds == dict.fromkeys(profiling.PARTS, 0.0) | expected
+
+
 def test_a_profile_of_fewer_steps_than_it_traces_says_so(fit, tmp_path):
     fit("run", training={"profile": True, "steps": 3})
     assert "no step" in (tmp_path / "run" / PROFILE).read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal", "learned"])
+@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal", "learned", "randomised"])
 def test_a_compiled_run_learns_what_an_eager_one_does(fit, tmp_path, position):
     packed = {"batching": "packed", "micro_tokens": 256}
     eager = fit("eager", position={"name": position}, training=packed)

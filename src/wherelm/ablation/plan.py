@@ -53,6 +53,15 @@ class AblationConfig:
             if not least <= value < TUNING_SEED:
                 raise ValueError(f"ablation.{key}={value}: expected {least} to {TUNING_SEED - 1}")
 
+    def warnings(self) -> list[str]:
+        """Settings that cannot act, a line each; told before the first job."""
+        own = {key: getattr(self, key) for key in ("learning_rates", "tuning_seeds")}
+        return [
+            f"ablation.{key}={value} acts on tuning alone: give ablation.tune=true"
+            for key, value in own.items()
+            if not self.tune and value != getattr(AblationConfig, key)
+        ]
+
     @property
     def split(self) -> str:
         return self.metric.rpartition(".")[0]

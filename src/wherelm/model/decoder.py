@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         """From now on batches are read by a compiled graph while training: one for each shape."""
         # Rotations are complex products, which the compiler leaves to torch: no loss to speak of.
         warnings.filterwarnings("ignore", "Torchinductor does not support code gen", UserWarning)
-        self.compiled = torch.compile(self.hidden, dynamic=False)
+        self.compiled = torch.compile(self.hidden_at, dynamic=False)
 
     def hidden(
         self,
@@ -204,12 +204,27 @@ class Decoder(nn.Module):
         Only of the slots from `first` on: the last block takes keys and values alone of the others.
         `key_mask_BT` is True where a real token stands (None: everywhere), `segments_BT` tells
         packed messages apart, `side` is where the padding is, `keys_BT` names the example of a slot
-        to a scheme that draws positions. With a cache the T tokens follow
-        the ones that it holds.
+        to a scheme that draws positions. With a cache the T tokens follow the ones that it holds.
         """
-        length = tokens_BT.shape[1]
         longest = 0 if cache is None else cache.longest_B1
-        positions_BT = self.scheme.place(positions_BT, keys_BT, longest)
+        # Outside the compiled part: no graph holds the drawing of positions.
+        placed_BT = self.scheme.place(positions_BT, keys_BT, longest)
+        use_graph = self.training and self.compiled is not None
+        hidden_at = self.compiled if use_graph else self.hidden_at
+        return hidden_at(tokens_BT, placed_BT, key_mask_BT, segments_BT, side, cache, first)
+
+    def hidden_at(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        key_mask_BT: Tensor | None,
+        segments_BT: Tensor | None,
+        side: str,
+        cache: KeyValueCache | None,
+        first: int,
+    ) -> Tensor:
+        """`hidden` of tokens at the numbers that the scheme has given their positions."""
+        length = tokens_BT.shape[1]
         k_positions_BS, keys = positions_BT, length
         if cache is not None:
             cache.advance(positions_BT, key_mask_BT)
@@ -241,8 +256,7 @@ class Decoder(nn.Module):
 
     def read(self, batch: Batch, first: int = 0) -> Tensor:
         """`hidden` of a whole batch."""
-        hidden = self.compiled if self.training and self.compiled is not None else self.hidden
-        return hidden(
+        return self.hidden(
             batch.tokens_BT,
             batch.positions_BT,
             batch.key_mask_BT,

@@ -34,6 +34,8 @@ class Sinusoidal(PositionScheme):
     sinusoid has RMS 1/sqrt(2) beside token embeddings of RMS 1: neither drowns the other.
     """
 
+    shift_invariant = False
+
     @dataclass(frozen=True)
     class Config:
         name: str = "sinusoidal"
@@ -59,6 +61,8 @@ class Learned(PositionScheme):
     Acts on the embeddings. `start`: random at the sinusoid's RMS, so that both are comparable, or
     the sinusoid itself.
     """
+
+    shift_invariant = False
 
     @dataclass(frozen=True)
     class Config:

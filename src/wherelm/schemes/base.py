@@ -36,6 +36,8 @@ class PositionScheme(nn.Module):
 
     # Whether `rotate` does the same to queries and keys, whatever their head.
     turns_alike = True
+    # Whether adding one number to all positions changes no logit.
+    shift_invariant = True
 
     @dataclass(frozen=True)
     class Config:

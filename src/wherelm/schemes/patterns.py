@@ -69,6 +69,10 @@ class Hybrid(PositionScheme):
         self.schemes = nn.ModuleList(schemes)
 
     @property
+    def shift_invariant(self) -> bool:
+        return all(scheme.shift_invariant for scheme in self.schemes)
+
+    @property
     def limit(self) -> int | None:
         limits = [scheme.limit for scheme in self.schemes]
         return min((limit for limit in limits if limit is not None), default=None)
@@ -104,6 +108,12 @@ class Hybrid(PositionScheme):
 
     def warnings(self) -> list[str]:
         lines = [line for scheme in self.schemes for line in scheme.warnings()]
+        lines += [
+            f"position.pattern.window={layer.window} hides nothing in training: no message is "
+            f"longer than model.context={self.shape.context}"
+            for layer in self.pattern
+            if layer.window is not None and layer.window >= self.shape.context
+        ]
         if len(self.pattern) < len(self.config.pattern):
             lines.append(
                 f"position.pattern has {len(self.config.pattern)} entries and model.layers="
@@ -122,6 +132,8 @@ class Randomised(PositionScheme):
     the first of them: so a prefix keeps its positions when tokens follow. `length` is L_max; null
     is eight times the trained length.
     """
+
+    shift_invariant = False
 
     @dataclass(frozen=True)
     class Config:

@@ -161,6 +161,8 @@ class Fire(PositionScheme):
     cancel in the softmax. Depends on the difference alone only while i < L.
     """
 
+    shift_invariant = False
+
     @dataclass(frozen=True)
     class Config:
         name: str = "fire"

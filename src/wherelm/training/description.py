@@ -23,6 +23,7 @@ from wherelm.run_folder import (
     TOKENIZER,
     write_json,
 )
+from wherelm.schemes.base import PositionScheme
 from wherelm.training.steps import micro_shape
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,23 @@ def check_folder(folder: Path, resume: bool) -> None:
             raise ValueError(f"{folder / SUMMARY}: damaged ({error}); delete it") from error
         if summary.get("status") == "complete":
             raise ValueError(f"{folder}: this run is complete, with {summary['step']} steps")
+
+
+def idle_settings(config: RunConfig, scheme: PositionScheme) -> list[str]:
+    """Settings that cannot act on this run, a line each."""
+    lines = scheme.warnings()
+    window, context = config.model.window, config.model.context
+    if window is not None and window >= context:
+        lines.append(
+            f"model.window={window} hides nothing in training: no message is longer than "
+            f"model.context={context}"
+        )
+    if config.training.random_offset and scheme.shift_invariant:
+        lines.append(
+            f"training.random_offset=true changes nothing: position={config.position.name} reads "
+            "the same wherever positions begin"
+        )
+    return lines
 
 
 def describe(
@@ -67,7 +85,7 @@ def describe(
         "threads": torch.get_num_threads(),
     }
     write_json(folder / ENVIRONMENT, environment)
-    for line in model.scheme.warnings():
+    for line in idle_settings(config, model.scheme):
         log.warning("warning: %s", line)
     log.info("%s\n", ledger_table(ledger))
     cut = cut_warning(
