@@ -73,9 +73,16 @@ VARIANTS = {
         "qk_norm": False,
         "tied": True,
         "softcap": 3.0,
+        "score_scale": "learned",
         "layers": 3,
     },
-    "windowed-gelu": {"kv_heads": 1, "norm": "layernorm", "mlp": "gelu", "window": 5},
+    "windowed-gelu": {
+        "kv_heads": 1,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "window": 5,
+        "score_scale": "log",
+    },
 }
 ROWS = [[0, 1], [2, 3]]
 CPU = torch.device("cpu")
