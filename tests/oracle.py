@@ -25,6 +25,7 @@ class Pair(NamedTuple):
     key: int
     positions: list[float]
     inputs_TD: list[np.ndarray]
+    keys_TK: list[np.ndarray]  # of this head
     sharpness: float  # what a score is multiplied by beside 1/sqrt(K)
 
     @property
@@ -144,6 +145,17 @@ class NaiveDrope(NaiveRope):
         return [self.config.base ** (-2 * i / width) for i in range(pairs)]
 
 
+class NaiveKeyOffset(NaiveRope):
+    def angles(self, width):
+        rotating = 2 * round(self.config.fraction * width / 2)
+        return [self.config.base ** (-2 * i / rotating) for i in range(rotating // 2)]
+
+    def score(self, q_K, k_K, pair):
+        rotating = 2 * len(self.angles(len(k_K)))
+        before_K = pair.keys_TK[max(pair.key - 1, 0)]
+        return super().score(q_K, np.concatenate((k_K[:rotating], before_K[rotating:])), pair)
+
+
 class NaivePope(NaiveNone):
     def score(self, q_K, k_K, pair):
         total, width = 0.0, len(q_K)
@@ -258,6 +270,7 @@ ORACLES: dict[str, type[NaiveNone]] = {
     "randomised": NaiveRandomised,
     "rope": NaiveRope,
     "drope": NaiveDrope,
+    "key_offset": NaiveKeyOffset,
     "pope": NaivePope,
     "alibi": NaiveAlibi,
     "t5": NaiveT5,
@@ -354,20 +367,21 @@ class NaiveDecoder:
         )
         window = self.scheme.window(layer) or self.config.window or math.inf
         outputs = []
+        if self.config.qk_norm:
+            keys = [[_rms_norm(k_K) for k_K in heads] for heads in keys]
         for query in range(len(h_TD)):
             read = range(max(0, query + 1 - min(window, len(h_TD))), query + 1)
             heads = []
             for head in range(self.config.heads):
                 q_K = queries[query][head]
+                if self.config.qk_norm:
+                    q_K = _rms_norm(q_K)
+                own_TK = [token[head // sharing] for token in keys]
+                sharpness = self._sharpness(layer, head, len(read), window)
                 scores = []
                 for key in read:
-                    k_K = keys[key][head // sharing]
-                    if self.config.qk_norm:
-                        q_K = _rms_norm(queries[query][head])
-                        k_K = _rms_norm(k_K)
-                    sharpness = self._sharpness(layer, head, len(read), window)
-                    pair = Pair(layer, head, query, key, positions, h_TD, sharpness)
-                    scores.append(self.scheme.score(q_K, k_K, pair))
+                    pair = Pair(layer, head, query, key, positions, h_TD, own_TK, sharpness)
+                    scores.append(self.scheme.score(q_K, own_TK[key], pair))
                 weights = [math.exp(score - max(scores)) for score in scores]
                 heads.append(
                     sum(

@@ -163,6 +163,7 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSK, v_BGSK = (x.to(q_BHTK.dtype) for x in cache.extend(layer, k_BGSK, v_BGSK))
             values_BHS = cache.extend_values(layer, values_BHS)
+        k_BGSK = scheme.shift(k_BGSK, mask.segments_BS)
         if self.score_scale != "fixed":
             queries, keys = q_BHTK.shape[2], k_BGSK.shape[2]
             q_BHTK = self.sharpened(q_BHTK, mask.counts(queries, keys, q_BHTK.device), mask.window)

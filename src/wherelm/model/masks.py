@@ -17,13 +17,15 @@ class Mask:
 
     `causal` alone means the causal flag of the kernel; else `keys_B1TS` is True where a key may
     be read, or None where every key may. `path` says in words which form was chosen, `window` how
-    many slots a query looks back (None: over the whole row).
+    many slots a query looks back (None: over the whole row), `segments_BS` tells the messages of a
+    row, and its padding, apart (None: there is one message, and no padding).
     """
 
     causal: bool
     keys_B1TS: Tensor | None
     path: str
     window: int | None = None
+    segments_BS: Tensor | None = None
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """The mask as booleans, (B or 1, 1, T, S)."""
@@ -71,10 +73,12 @@ def visible(
     among them) need the dense form. An empty slot may read itself, so that no row is fully masked:
     softmax over nothing is 0 or NaN, by the kernel.
     """
+    segments_BS = segments_BT if side == "packed" else key_mask_BS
     given, window = window, None if window is None or window >= keys else window
     if window is None and side != "packed":
         if queries == keys and (side == "right" or key_mask_BS is None):
-            return Mask(True, None, "causal flag (right padding needs no mask)", given)
+            path = "causal flag (right padding needs no mask)"
+            return Mask(True, None, path, given, segments_BS)
         if queries == 1 and key_mask_BS is None:
             return Mask(False, None, "no mask (one query after all of its keys)", given)
     slots_S = torch.arange(keys, device=device)
@@ -87,4 +91,5 @@ def visible(
         same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
         allowed_B1TS = allowed_B1TS & same
     kind = f"{side} rows" if window is None else f"{side} rows, window {window}"
-    return Mask(False, allowed_B1TS | (back_TS == 0), f"boolean mask ({kind})", given)
+    allowed_B1TS = allowed_B1TS | (back_TS == 0)
+    return Mask(False, allowed_B1TS, f"boolean mask ({kind})", given, segments_BS)

@@ -160,6 +160,8 @@ class Layer:
             k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
         k_BGSK, v_BGSK = cache.extend(self.number, k_BG1K, v_BG1K)
         values_BHS = cache.extend_values(self.number, self.scheme.token_value(x_BD[:, None]))
+        real_BS = cache.key_mask_BS[:, : cache.length] if cache.any_padding else None
+        k_BGSK = self.scheme.shift(k_BGSK, real_BS)
         if self.window is not None:
             k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
         if self.sharpened is not None:
