@@ -17,7 +17,9 @@ from tests.helpers import (
 )
 from tests.oracle import NaiveDecoder
 from tests.schemes.conftest import scheme
+from tests.test_config import composed
 from wherelm.batches.batch import collate
+from wherelm.config import run_config
 from wherelm.schemes import SCHEMES
 from wherelm.schemes.patterns import Layer
 
@@ -57,6 +59,14 @@ def test_a_pattern_makes_parameters_for_the_layers_that_read_them_alone():
     model = random_decoder("hybrid", nested, layers=6)
     kinds = [type(model.scheme.for_layer(layer)).__name__ for layer in range(6)]
     assert kinds == ["Rope", "Rope", "Rope", "ForgetGate", "Rope", "T5"]
+
+
+def test_rnope_swa_has_windows_where_it_rotates_and_none_where_it_does_not():
+    position = run_config(composed("position=rnope_swa")).position
+    model = random_decoder("hybrid", {"pattern": position.pattern}, layers=8)
+    kinds = [model.scheme.for_layer(layer).config.name for layer in range(8)]
+    assert kinds == ["rope", "rope", "rope", "none"] * 2
+    assert [model.window(layer) for layer in range(8)] == [32, 32, 32, None] * 2
 
 
 def test_a_window_hides_what_stands_farther_back():
