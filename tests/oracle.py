@@ -25,6 +25,8 @@ class Pair(NamedTuple):
     key: int
     positions: list[float]
     inputs_TD: list[np.ndarray]
+    keys_TK: list[np.ndarray]  # of this head
+    sharpness: float  # what a score is multiplied by beside 1/sqrt(K)
 
     @property
     def query_position(self) -> float:
@@ -56,7 +58,7 @@ class NaiveNone:
 
     def score(self, q_K: np.ndarray, k_K: np.ndarray, pair: Pair) -> float:
         """What enters the softmax."""
-        return float(q_K @ k_K) / math.sqrt(self.shape.head_width) + self.bias(pair)
+        return pair.sharpness * float(q_K @ k_K) / math.sqrt(len(k_K)) + self.bias(pair)
 
     def bias(self, pair: Pair) -> float:
         return 0.0
@@ -136,6 +138,17 @@ class NaiveDrope(NaiveRope):
         return [self.config.base ** (-2 * i / width) for i in range(pairs)]
 
 
+class NaiveKeyOffset(NaiveRope):
+    def angles(self, width):
+        rotating = 2 * round(self.config.fraction * width / 2)
+        return [self.config.base ** (-2 * i / rotating) for i in range(rotating // 2)]
+
+    def score(self, q_K, k_K, pair):
+        rotating = 2 * len(self.angles(len(k_K)))
+        before_K = pair.keys_TK[max(pair.key - 1, 0)]
+        return super().score(q_K, np.concatenate((k_K[:rotating], before_K[rotating:])), pair)
+
+
 class NaivePope(NaiveNone):
     def score(self, q_K, k_K, pair):
         total, width = 0.0, len(q_K)
@@ -144,7 +157,7 @@ class NaivePope(NaiveNone):
             size = math.log1p(math.exp(q_K[c])) * math.log1p(math.exp(k_K[c]))
             angle = back * self.config.base ** (-c / width) + self.weights["delta_HK"][pair.head, c]
             total += size * math.cos(angle)
-        return total / math.sqrt(width)
+        return pair.sharpness * total / math.sqrt(width)
 
 
 class NaiveAlibi(NaiveNone):
@@ -240,6 +253,7 @@ ORACLES: dict[str, type[NaiveNone]] = {
     "randomised": NaiveRandomised,
     "rope": NaiveRope,
     "drope": NaiveDrope,
+    "key_offset": NaiveKeyOffset,
     "pope": NaivePope,
     "alibi": NaiveAlibi,
     "t5": NaiveT5,
@@ -320,6 +334,13 @@ class NaiveDecoder:
             inner = np.array([_activation(self.config.mlp, value) for value in inner])
         return self._linear(inner, f"{name}.down")
 
+    def _sharpness(self, layer: int, head: int, keys: int, window: float) -> float:
+        if self.config.score_scale == "learned":
+            return self.weights[f"blocks.{layer}.attention.gain_H"][head]
+        if self.config.score_scale == "log":
+            return math.log(keys) / math.log(min(self.config.context, window))
+        return 1.0
+
     def _attention(self, h_TD: list[np.ndarray], layer: int, positions: list[float]) -> list:
         name, width = f"blocks.{layer}.attention", self.config.width // self.config.heads
         sharing = self.config.heads // (self.config.kv_heads or self.config.heads)
@@ -327,21 +348,23 @@ class NaiveDecoder:
             [self._linear(h, f"{name}.{part}").reshape(-1, width) for h in h_TD]
             for part in ("query", "key", "value")
         )
-        window = self.scheme.window(layer) or self.config.window or len(h_TD)
+        window = self.scheme.window(layer) or self.config.window or math.inf
         outputs = []
+        if self.config.qk_norm:
+            keys = [[_rms_norm(k_K) for k_K in heads] for heads in keys]
         for query in range(len(h_TD)):
-            read = range(max(0, query + 1 - window), query + 1)
+            read = range(max(0, query + 1 - min(window, len(h_TD))), query + 1)
             heads = []
             for head in range(self.config.heads):
                 q_K = queries[query][head]
+                if self.config.qk_norm:
+                    q_K = _rms_norm(q_K)
+                own_TK = [token[head // sharing] for token in keys]
+                sharpness = self._sharpness(layer, head, len(read), window)
                 scores = []
                 for key in read:
-                    k_K = keys[key][head // sharing]
-                    if self.config.qk_norm:
-                        q_K = _rms_norm(queries[query][head])
-                        k_K = _rms_norm(k_K)
-                    pair = Pair(layer, head, query, key, positions, h_TD)
-                    scores.append(self.scheme.score(q_K, k_K, pair))
+                    pair = Pair(layer, head, query, key, positions, h_TD, own_TK, sharpness)
+                    scores.append(self.scheme.score(q_K, own_TK[key], pair))
                 weights = [math.exp(score - max(scores)) for score in scores]
                 heads.append(
                     sum(

@@ -46,12 +46,31 @@ def test_a_group_has_at_most_about_fifteen_fields(group, option):
         assert len(load_yaml(CONFIGS / group / f"{option}.yaml")) <= 15
 
 
-def test_every_scheme_has_its_yaml_with_every_field_and_the_same_defaults():
-    assert sorted(path.stem for path in (CONFIGS / "position").glob("*.yaml")) == sorted(SCHEMES)
+def test_every_position_file_sets_up_a_scheme_with_every_field():
+    files = sorted((CONFIGS / "position").glob("*.yaml"))
+    assert {path.stem for path in files} > set(SCHEMES)
+    for path in files:
+        values = load_yaml(path)
+        assert set(values) == set(vars(SCHEMES[values["name"]].Config())), path
+        own = run_config(composed(f"position={path.stem}")).position
+        assert own.name == values["name"]
+        # What is named otherwise is another setting of a scheme.
+        assert (own == SCHEMES[own.name].Config()) == (path.stem == own.name), path
+
+
+def test_a_setting_of_one_scheme_in_an_experiment_stands_in_no_others_way():
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        for name in SCHEMES:
+            config = run_config(composed(f"experiment={path.stem}", f"position={name}"))
+            assert config.position == SCHEMES[name].Config()
+    own = run_config(composed("experiment=shakespeare_characters")).position
+    assert (own.name, own.base) == ("rope", 100.0)
+
+
+def test_every_scheme_has_its_yaml_with_the_same_defaults():
     for name, scheme in SCHEMES.items():
         config = run_config(composed(f"position={name}"))
         assert config.position == scheme.Config()
-        assert set(load_yaml(CONFIGS / "position" / f"{name}.yaml")) == set(vars(scheme.Config()))
 
 
 def test_no_file_but_hydras_own_instantiates_anything():

@@ -93,7 +93,11 @@ def test_what_acts_on_tuning_alone_is_told_where_nothing_is_tuned():
         "ablation.learning_rates=5 acts on tuning alone: give ablation.tune=true",
         "ablation.tuning_seeds=3 acts on tuning alone: give ablation.tune=true",
     ]
-    assert AblationConfig("test.loss", **own, tune=True).warnings() == AblationConfig().warnings() == []
+    assert (
+        AblationConfig("test.loss", **own, tune=True).warnings()
+        == AblationConfig().warnings()
+        == []
+    )
 
 
 def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():

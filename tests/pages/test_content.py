@@ -158,6 +158,7 @@ HOOKS = {
     "randomised": ["place", "rotate"],
     "rope": ["rotate"],
     "drope": ["rotate"],
+    "key_offset": ["rotate", "shift"],
     "pope": ["rotate"],
     "alibi": ["bias"],
     "t5": ["bias"],
@@ -205,6 +206,16 @@ def test_hands_and_curves_are_the_scheme_s_own_numbers():
     for series, slope in zip(figure.pictures[0]["series"], alibi_slopes(4), strict=True):
         expected = [-slope.item() * d for d in range(CONTEXT)]
         assert series["y"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_picture_of_offset_keys_names_the_slot_that_an_entry_comes_from():
+    model = random_decoder("key_offset")
+    _, figure = scheme_figures(model, padded(ragged_store(), [0]))
+    assert "2 of 4 entries" in figure.caption
+    (picture,) = figure.pictures
+    assert [row[5] for row in picture["details"]] == [
+        f"entry {i} of the key at slot 5: from slot {4 if i >= 2 else 5}" for i in range(4)
+    ]
 
 
 def test_a_scheme_without_a_hook_says_so_on_the_page(tmp_path):

@@ -30,6 +30,7 @@ def test_the_base_class_is_the_scheme_none_and_every_hook_the_identity():
     assert none.place(positions) is positions
     assert none.embed(x_BTD, positions) is x_BTD
     assert none.rotate(q_BHTK, positions, "query") is q_BHTK
+    assert none.shift(q_BHTK, None) is q_BHTK
     assert none.bias(positions, positions) is None
     assert none.for_layer(1) is none
     assert list(none.parameters()) == []

@@ -40,7 +40,9 @@ from wherelm.schemes import SCHEMES
 from wherelm.schemes.patterns import Layer
 
 # Settings beside the defaults that take another path through a scheme.
-ROPE, NONE, FOX = (Layer(SCHEMES[name].Config()) for name in ("rope", "none", "fox"))
+ROPE, NONE, FOX, OFFSET = (
+    Layer(SCHEMES[name].Config()) for name in ("rope", "none", "fox", "key_offset")
+)
 FURTHER_OPTIONS = {
     "rope": {
         "narrow": {"fraction": 0.5, "base": 100.0},
@@ -49,12 +51,14 @@ FURTHER_OPTIONS = {
         "ntk": {"scaling": "ntk", "factor": 4.0},
         "yarn": {"scaling": "yarn", "factor": 4.0},
     },
+    "key_offset": {"all": {"fraction": 0.0}},
     "drope": {"dropped": {"drop_at": 0.0}},
     "t5": {"few": {"buckets": 4, "max_distance": 6}},
     "kerple": {"power": {"form": "power"}},
     "hybrid": {
         "window": {"pattern": (replace(ROPE, window=4), NONE)},
         "fox": {"pattern": (replace(ROPE, window=4), FOX)},
+        "offset": {"pattern": (replace(OFFSET, window=4), ROPE)},
     },
     "randomised": {"learned": {"scheme": SCHEMES["learned"].Config()}},
 }
@@ -73,9 +77,16 @@ VARIANTS = {
         "qk_norm": False,
         "tied": True,
         "softcap": 3.0,
+        "score_scale": "learned",
         "layers": 3,
     },
-    "windowed-gelu": {"kv_heads": 1, "norm": "layernorm", "mlp": "gelu", "window": 5},
+    "windowed-gelu": {
+        "kv_heads": 1,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "window": 5,
+        "score_scale": "log",
+    },
 }
 ROWS = [[0, 1], [2, 3]]
 CPU = torch.device("cpu")

@@ -18,7 +18,9 @@ from tests.helpers import (
 )
 from tests.oracle import NaiveDecoder
 from tests.schemes.conftest import scheme
+from tests.test_config import composed
 from wherelm.batches.batch import collate
+from wherelm.config import run_config
 from wherelm.schemes import SCHEMES
 from wherelm.schemes.patterns import Layer
 
@@ -65,6 +67,14 @@ def test_a_window_of_a_pattern_that_hides_nothing_at_the_trained_length_is_told(
         pattern = {"pattern": entries(("rope", window), ("none", None))}
         lines = random_decoder("hybrid", pattern).scheme.warnings()
         assert sum(f"position.pattern.window={window} hides" in line for line in lines) == told
+
+
+def test_rnope_swa_has_windows_where_it_rotates_and_none_where_it_does_not():
+    position = run_config(composed("position=rnope_swa")).position
+    model = random_decoder("hybrid", {"pattern": position.pattern}, layers=8)
+    kinds = [model.scheme.for_layer(layer).config.name for layer in range(8)]
+    assert kinds == ["rope", "rope", "rope", "none"] * 2
+    assert [model.window(layer) for layer in range(8)] == [32, 32, 32, None] * 2
 
 
 def test_a_window_hides_what_stands_farther_back():

@@ -15,11 +15,11 @@ from tests.helpers import (
 )
 from tests.schemes.conftest import FAR, scheme, sinusoid_in_double
 from wherelm.schemes import SCHEMES
-from wherelm.schemes.rotary import (
+from wherelm.schemes.rotary import rotation_table
+from wherelm.schemes.scalings import (
     SCALINGS,
     ntk_scaling,
     rotary_frequencies,
-    rotation_table,
     yarn_magnitude,
     yarn_ramp,
     yarn_scaling,

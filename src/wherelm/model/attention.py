@@ -6,6 +6,8 @@ G key-value heads, K head width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from wherelm.model.dtypes import for_products
 from wherelm.model.masks import Mask
 from wherelm.schemes.base import PositionScheme
 
+SCORE_SCALES = ("fixed", "learned", "log")
 SHORT, SHORT_BFLOAT16 = 96, 512  # the most keys that are few, in float32 and in bfloat16
 
 
@@ -81,12 +84,29 @@ def attend(
     )
 
 
+def log_sharpness(counts_BT: Tensor, trained: int) -> Tensor:
+    """log n / log N for a query that may read n keys, float32: 1 at the N keys of training.
+
+    Softmax over n keys with scores of one size flattens as n grows; scores that grow by log n keep
+    it as sharp: "Overcoming a Theoretical Limitation of Self-Attention" (Chiang, Cholak, 2022),
+    "Scalable-Softmax Is Superior for Attention" (Nakanishi, 2025), whose factor s is 1/log N here;
+    YaRN's temperature (Peng et al., 2023) is one for all n. It is 0 for a query that reads itself
+    alone, whose weight is 1 whatever its score.
+    """
+    return counts_BT.float().log() / math.log(max(trained, 2))
+
+
 class Attention(nn.Module):
     """Multi-head attention of queries from X over keys and values from a context C.
 
     Y = Concat(Y_1 … Y_H) W_O^T, Y_h = softmax_rows(Q_h K_h^T / sqrt(K) + M) V_h, with Q = X W_Q^T,
     K = C W_K^T, V = C W_V^T. Self-attention is the case C = X. With fewer key-value heads than
     query heads, neighbouring query heads share a pair (Ainslie et al., 2023).
+
+    `score_scale` multiplies the scores, before a bias is added, by what 1/sqrt(K) leaves open:
+    nothing (fixed); a gain for each head that is learned and starts at 1, so that with QK-norm,
+    which bounds scores by sqrt(K), a head can still single out one key among many (learned; as in
+    Henry et al., 2020); or `log_sharpness` with `trained` keys, or the window if that is less.
     """
 
     def __init__(
@@ -99,12 +119,16 @@ class Attention(nn.Module):
         bias: bool = False,
         qk_norm: bool = False,
         dropout: float = 0.0,
+        score_scale: str = "fixed",
+        trained: int = 2,
     ):
         super().__init__()
         self.heads, self.head_width = heads, head_width
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.qk_norm, self.dropout = qk_norm, dropout
         self.scale = head_width**-0.5
+        self.score_scale, self.trained = score_scale, trained
+        self.gain_H = nn.Parameter(torch.ones(heads)) if score_scale == "learned" else None
         # Set by who wants to look: then the textbook form runs, and its weights stay here.
         self.keep_weights = False
         self.weights_BHTS: Tensor | None = None
@@ -139,6 +163,10 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSK, v_BGSK = (x.to(q_BHTK.dtype) for x in cache.extend(layer, k_BGSK, v_BGSK))
             values_BHS = cache.extend_values(layer, values_BHS)
+        k_BGSK = scheme.shift(k_BGSK, mask.segments_BS)
+        if self.score_scale != "fixed":
+            queries, keys = q_BHTK.shape[2], k_BGSK.shape[2]
+            q_BHTK = self.sharpened(q_BHTK, mask.counts(queries, keys, q_BHTK.device), mask.window)
         if values_BHS is not None:
             value_bias_BHTS = scheme.value_bias(values_BHS, q_BHTK.shape[2])
             value_bias_BHTS = mask.additive(value_bias_BHTS)
@@ -155,3 +183,10 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, self.scale, mask, bias_BHTS, dropout)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
+
+    def sharpened(self, q_BHTK: Tensor, counts_BT: Tensor, window: int | None) -> Tensor:
+        """Queries that may read so many keys, times the factor that `score_scale` names."""
+        if self.gain_H is not None:
+            return q_BHTK * self.gain_H.to(q_BHTK.dtype)[:, None, None]
+        factor_BT = log_sharpness(counts_BT, min(self.trained, window or self.trained))
+        return q_BHTK * factor_BT.to(q_BHTK.dtype)[:, None, :, None]

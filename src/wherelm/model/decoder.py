@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.model.attention import Attention
+from wherelm.model.attention import SCORE_SCALES, Attention
 from wherelm.model.cache import KeyValueCache
 from wherelm.model.cross_entropy import capped, head_cross_entropy
 from wherelm.model.dtypes import for_products
@@ -35,7 +35,8 @@ class ModelConfig:
     """The decoder's shape.
 
     `context` is the longest message that training sees, and `window` how far back a query reads
-    (null: over the whole row), both in tokens.
+    (null: over the whole row), both in tokens. `score_scale` is what scores are multiplied by
+    beside 1/sqrt(K): see `Attention`.
     """
 
     layers: int = 4
@@ -47,6 +48,7 @@ class ModelConfig:
     mlp: str = "relu2"
     mlp_width: int | None = None
     qk_norm: bool = True
+    score_scale: str = "fixed"
     bias: bool = False
     tied: bool = False
     softcap: float | None = None
@@ -54,7 +56,9 @@ class ModelConfig:
     window: int | None = None
 
     def __post_init__(self):
-        for key, value, options in (("norm", self.norm, NORMS), ("mlp", self.mlp, MLPS)):
+        choices = {"norm": NORMS, "mlp": MLPS, "score_scale": SCORE_SCALES}
+        for key, options in choices.items():
+            value = getattr(self, key)
             if value not in options:
                 raise ValueError(f"model.{key}={value}: expected one of {', '.join(options)}")
         for key in (
@@ -139,6 +143,8 @@ class Block(nn.Module):
             bias=config.bias,
             qk_norm=config.qk_norm,
             dropout=config.dropout,
+            score_scale=config.score_scale,
+            trained=config.shape.context,
         )
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
@@ -311,7 +317,7 @@ def initialize(model: Decoder, seed: int) -> None:
     So two decoders that differ only in scheme start from the same shared weights. Embeddings are
     drawn at 1/sqrt(D) and read at sqrt(D): they enter at RMS 1. Matrices are drawn at
     1/sqrt(inputs); those that write into the residual stream, and an untied head, start at zero
-    (so in Zhang et al., 2019, "Fixup"), norms at one, biases at zero.
+    (so in Zhang et al., 2019, "Fixup"), norms and gains at one, biases at zero.
     """
     for name, parameter in model.named_parameters():
         generator = torch_generator(seed, "parameter", name)
@@ -326,7 +332,7 @@ def initial_value(
         return model.scheme.initial_value(name.removeprefix("scheme."), generator)
     if name == "embedding.weight":
         return torch.randn(parameter.shape, generator=generator) * model.config.width**-0.5
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "gain_H")):
         return torch.ones(parameter.shape)
     if parameter.ndim < 2 or name.endswith(("output.weight", "down.weight", "head.weight")):
         return torch.zeros(parameter.shape)

@@ -39,7 +39,8 @@ def scheme_figures(model: Decoder, batch: Batch) -> list[SchemeFigure]:
     positions_1T = torch.arange(length)[None]
     figures = [*_placed(scheme, positions_1T), *_added(scheme, positions_1T)]
     for own, layers in schemes_by_layer(model):
-        figures += [*_rotated(own, positions_1T, layers), *_biased(own, positions_1T, layers)]
+        figures += [*_rotated(own, positions_1T, layers), *_shifted(own, length, layers)]
+        figures += _biased(own, positions_1T, layers)
     return figures + _contextual(model, batch)
 
 
@@ -135,6 +136,37 @@ def _rotated(scheme: PositionScheme, positions_1T: Tensor, layers: str) -> Itera
         f"of positions.{rest}"
     )
     yield SchemeFigure([slider, score | {"name": "Mean cosine over the pairs"}], caption)
+
+
+def _shifted(scheme: PositionScheme, length: int, layers: str) -> Iterator[SchemeFigure]:
+    shape = scheme.shape
+    slots_T1 = torch.arange(float(length))[:, None]
+    keys = slots_T1.expand(1, shape.heads, length, shape.head_width)
+    back_TK = (slots_T1 - scheme.shift(keys, None)[0, 0]).round()
+    if not back_TK.any():
+        return
+    from_TK = (slots_T1 - back_TK).long()
+    picture = {
+        "kind": "matrix",
+        "name": "Which slot an entry of a key comes from",
+        "rows": [str(i) for i in range(shape.head_width)],
+        "columns": ["" for _ in back_TK],
+        "values": _rounded(back_TK.T),
+        "details": [
+            [f"entry {i} of the key at slot {t}: from slot {from_TK[t, i]}" for t in range(length)]
+            for i in range(shape.head_width)
+        ],
+        "signed": False,
+        "bare": True,
+        "cell": 8,
+        "hint": "Rows are entries of a head, columns are slots. Point at a cell.",
+    }
+    moved = int(back_TK.any(0).sum())
+    caption = (
+        f"shift, in {layers}: {moved} of {shape.head_width} entries of a key are those of the slot "
+        "before, of the same message; so a token is found by what stood before it."
+    )
+    yield SchemeFigure([picture], caption)
 
 
 def pair_directions(scheme: PositionScheme, positions_1T: Tensor) -> Tensor:

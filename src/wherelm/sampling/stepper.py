@@ -117,6 +117,7 @@ class Layer:
         self.number, self.scheme, self.window = block.layer, scheme, window
         self.heads, self.kv_heads = attention.heads, attention.kv_heads
         self.scale, self.qk_norm = attention.scale, None
+        self.sharpened = None if attention.score_scale == "fixed" else attention.sharpened
         if attention.qk_norm:
             ones_K = torch.ones_like(attention.query.weight[: attention.head_width, 0])
             self.qk_norm = Norm(ones_K, eps=1e-6)
@@ -159,8 +160,13 @@ class Layer:
             k_BG1K = self.scheme.rotate(k_BG1K, positions_B1, "key")
         k_BGSK, v_BGSK = cache.extend(self.number, k_BG1K, v_BG1K)
         values_BHS = cache.extend_values(self.number, self.scheme.token_value(x_BD[:, None]))
+        real_BS = cache.key_mask_BS[:, : cache.length] if cache.any_padding else None
+        k_BGSK = self.scheme.shift(k_BGSK, real_BS)
         if self.window is not None:
             k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
+        if self.sharpened is not None:
+            counts_B1 = cache.key_mask_BS[:, : cache.length][:, -k_BGSK.shape[2] :].sum(1, True)
+            q_BH1K = self.sharpened(q_BH1K, counts_B1, self.window)
         if values_BHS is not None:
             own_BH1S = self.scheme.value_bias(values_BHS, 1)[..., -k_BGSK.shape[2] :]
             bias_BH1S = own_BH1S if bias_BH1S is None else bias_BH1S + own_BH1S

@@ -5,7 +5,7 @@ from wherelm.schemes.base import PositionScheme, Shape
 from wherelm.schemes.contextual import Fox
 from wherelm.schemes.patterns import Hybrid, Randomised
 from wherelm.schemes.relative import T5, Alibi, Fire, Kerple
-from wherelm.schemes.rotary import Drope, Pope, Rope
+from wherelm.schemes.rotary import Drope, KeyOffset, Pope, Rope
 
 SCHEMES: dict[str, type[PositionScheme]] = {
     "none": PositionScheme,
@@ -14,6 +14,7 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "randomised": Randomised,
     "rope": Rope,
     "drope": Drope,
+    "key_offset": KeyOffset,
     "pope": Pope,
     "alibi": Alibi,
     "t5": T5,

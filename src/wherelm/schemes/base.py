@@ -1,6 +1,6 @@
 """Where order can enter a decoder.
 
-Shapes: B batch, T query slots, S key slots, D width, H heads, K head width.
+Shapes: B batch, T query slots, S key slots, D width, H heads, G key-value heads, K head width.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ class PositionScheme(nn.Module):
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
         """Queries or keys, turned by their positions."""
         return x_BHTK
+
+    def shift(self, k_BGSK: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """All keys that queries read, after `rotate`; the cache keeps what is given here.
+
+        `segments_BS` is another where another message begins, or padding (None: one in each row).
+        """
+        return k_BGSK
 
     def bias(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
         """What is added to the scaled scores, (B or 1, H, T, S), or None for nothing."""

@@ -6,7 +6,6 @@ Shapes: B batch, H heads, T slots, K head width, P pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wherelm.schemes.base import PositionScheme, Role, Shape, expect_base, float64_positions, wide
-
-
-def rotary_frequencies(width: int, base: float) -> Tensor:
-    """Radians for each step of position, one for each pair of `width`: base^(-2i/width)."""
-    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+from wherelm.schemes.scalings import SCALINGS, rotary_frequencies, yarn_magnitude, yarn_turns
 
 
 def rotation_table(positions_BT: Tensor, frequencies_P: Tensor) -> Tensor:
@@ -36,73 +31,6 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     """
     pairs = torch.view_as_complex(wide(x_BHTK).view(*x_BHTK.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * table_BTP.unsqueeze(1)).flatten(-2).to(x_BHTK.dtype)
-
-
-def linear_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
-    """Every frequency divided by `factor`: positions squeezed into the trained length.
-
-    "Extending Context Window of Large Language Models via Positional Interpolation" (Chen, Wong,
-    Chen, Tian, 2023).
-    """
-    return frequencies_P / factor
-
-
-def ntk_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
-    """The base raised so that the slowest pair slows down by `factor` and the fastest not at all.
-
-    base' = base factor^(K / (K - 2)): "NTK-aware scaled RoPE" (bloc97, 2023).
-    """
-    width = 2 * len(frequencies_P)
-    return rotary_frequencies(width, base * factor ** (width / max(width - 2, 1)))
-
-
-def yarn_turns(length: int) -> float:
-    """How many turns over the trained length make a pair fast enough to be left alone.
-
-    32 at the 4,096 tokens of the original; at other lengths the same share, on a log scale, of
-    the turns that the fastest pair completes.
-    """
-    turn = 2 * math.pi
-    if length <= turn:
-        return 1.0
-    return 32 ** (math.log(length / turn) / math.log(4096 / turn))
-
-
-def yarn_ramp(width: int, base: float, length: int, alpha: float, beta: float) -> Tensor:
-    """1 for pairs that keep their frequency, 0 for those that are interpolated, a line between.
-
-    The line is drawn over the pair's index, as in Hugging Face's transformers, so that exports
-    agree; the paper draws it over the number of turns, which gives other frequencies between.
-    """
-
-    def index_of(turns: float) -> float:
-        return width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(base))
-
-    low, high = max(math.floor(index_of(beta)), 0), min(math.ceil(index_of(alpha)), width - 1)
-    index_P = torch.arange(width // 2, dtype=torch.float64)
-    return 1 - ((index_P - low) / max(high - low, 1e-3)).clamp(0, 1)
-
-
-def yarn_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
-    """Fast pairs kept, slow ones divided by `factor`, a ramp between.
-
-    "YaRN: Efficient Context Window Extension of Large Language Models" (Peng, Quesnelle, Fan,
-    Shippole, 2023), equations 16-20, with alpha = 1 and beta = `yarn_turns(length)`.
-    """
-    kept_P = yarn_ramp(2 * len(frequencies_P), base, length, 1.0, yarn_turns(length))
-    return frequencies_P * kept_P + frequencies_P / factor * (1 - kept_P)
-
-
-def yarn_magnitude(factor: float) -> float:
-    """What YaRN lengthens queries and keys by, 0.1 ln(factor) + 1: a sharper softmax."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-SCALINGS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
-    "linear": linear_scaling,
-    "ntk": ntk_scaling,
-    "yarn": yarn_scaling,
-}
 
 
 def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
@@ -266,6 +194,55 @@ class Drope(Rope):
         if self.config.drop_at in (0, 1):
             when = "nothing ever rotates" if self.config.drop_at == 0 else "nothing is recalibrated"
             lines.append(f"position.drop_at={self.config.drop_at:g}: {when}; give a share between")
+        return lines
+
+
+class KeyOffset(Rope):
+    """RoPE on the first entries of each head; the others' keys are those of the token before.
+
+    "Partial key offset" of the speed records of modded-nanogpt (pull request 169, 2025). With
+    k = (r, s), r rotated, the key at slot j is (R(l_j) r_j, s_(j-1)). A token is then found by what
+    stood before it: a query for the present token reads what followed that token earlier, in one
+    layer, for which "In-context Learning and Induction Heads" (Olsson et al., 2022) finds that
+    plain attention needs two. The first token of a message keeps its own s. `fraction` is the
+    share of entries that rotate. All keys are shifted each time they are read, so the cache holds
+    plain ones.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        name: str = "key_offset"
+        base: float = 10_000.0
+        fraction: float = 0.5
+
+        def __post_init__(self):
+            expect_base(self.base)
+            if not 0 <= self.fraction <= 1:
+                raise ValueError(f"position.fraction={self.fraction}: expected 0 to 1")
+
+    def frequencies(self) -> Tensor:
+        width = 2 * round(self.config.fraction * self.shape.head_width / 2)
+        return rotary_frequencies(width, self.config.base)
+
+    def magnitude(self) -> float:
+        return 1.0
+
+    def shift(self, k_BGSK: Tensor, segments_BS: Tensor | None) -> Tensor:
+        width = 2 * len(self.frequencies_P)
+        turned, own = k_BGSK.split((width, k_BGSK.shape[-1] - width), dim=-1)
+        before = torch.cat((own[:, :, :1], own[:, :, :-1]), dim=2)
+        if segments_BS is not None:
+            begins_BS = F.pad(segments_BS[:, 1:] != segments_BS[:, :-1], (1, 0))
+            before = torch.where(begins_BS[:, None, :, None], own, before)
+        return torch.cat((turned, before), dim=-1)
+
+    def warnings(self) -> list[str]:
+        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
+        if 2 * len(self.frequencies_P) == self.shape.head_width:
+            lines.append(
+                f"position.fraction={self.config.fraction:g}: every entry rotates and no key is "
+                "offset, as with position=rope"
+            )
         return lines
 
 
