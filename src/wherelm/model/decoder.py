@@ -34,8 +34,8 @@ MLPS = ("swiglu", "gelu", "relu2")
 class ModelConfig:
     """The decoder's shape.
 
-    `context` is the longest message that training sees, and `window` how far back a query reads
-    (null: over the whole row), both in tokens.
+    `context` is where rows of training and evaluation are cut, and `window` how far back a query
+    reads (null: over the whole row), both in tokens.
     """
 
     layers: int = 4
@@ -92,7 +92,11 @@ class ModelConfig:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.width, self.heads, self.head_width, self.context, self.layers)
+        """As if rows of training filled the whole context."""
+        context = self.context
+        return Shape(
+            self.width, self.heads, self.head_width, context, self.layers, context, context
+        )
 
 
 def norm(config: ModelConfig) -> nn.Module:
