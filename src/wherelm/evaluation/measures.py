@@ -122,10 +122,13 @@ def evaluate(
 
 
 def table(splits: dict[str, dict[str, float | int]]) -> str:
-    """The figures of several splits as aligned text."""
+    """The figures of several splits as aligned text; untrained reads where there are any."""
     columns = ("loss", "perplexity", "accuracy", "bits_per_byte", "exact_match", "replies")
     columns = [c for c in columns if any(c in values for values in splits.values())]
-    lines = [f"{'':12}" + "".join(f"{c.replace('_', ' '):>14}" for c in columns)]
+    if any(values.get("untrained_reads") for values in splits.values()):
+        columns.append("untrained_reads")
+    titles = [column.removesuffix("_reads").replace("_", " ") for column in columns]
+    lines = [f"{'':12}" + "".join(f"{title:>14}" for title in titles)]
     for split, values in splits.items():
         cells = [_cell(column, values.get(column)) for column in columns]
         lines.append(f"{split:12}" + "".join(f"{cell:>14}" for cell in cells))
@@ -135,6 +138,6 @@ def table(splits: dict[str, dict[str, float | int]]) -> str:
 def _cell(column: str, value: float | int | None) -> str:
     if value is None:
         return "-"
-    if column in ("accuracy", "exact_match"):
+    if column in ("accuracy", "exact_match", "untrained_reads"):
         return f"{100 * value:.1f} %"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
