@@ -33,7 +33,8 @@ written.
 
 A prompt longer than the model's context (model.context, in tokens) keeps <BOS> and its newest
 tokens: as many as leave room for --max-tokens, but at least half of the context. A reply may run
-past the context, except with a position scheme that has a limit (learned), where it ends there.
+past the context, except with a position scheme that has a limit (learned, randomised), where it
+ends there.
 Dropped tokens and replies that run past are said on standard error.
 
 --json prints {"prompt", "text", "tokens", "finish"}: `tokens` are the ids as they were sampled,
@@ -235,7 +236,7 @@ class Answerer:
         from wherelm.sampling.generation import generate
         from wherelm.sampling.printer import Printer
 
-        options, context = self.options, self.model.config.context
+        options, trained = self.options, self.model.scheme.shape.trained
         ids = [tokens for tokens in self.prompt_tokens(prompts) for _ in range(options.num)]
         prompts = [prompt for prompt in prompts for _ in range(options.num)]
         streamed = len(prompts) == 1 and not options.json
@@ -267,10 +268,10 @@ class Answerer:
         read = [
             len(i) + len(r.tokens) - (r.finish != "end") for i, r in zip(ids, replies, strict=True)
         ]
-        past = sum(length > context for length in read)
+        past = sum(length > trained for length in read)
         if past:
             what = "the reply ran" if len(replies) == 1 else f"{past} replies ran"
-            warn(f"{what} past the trained length of {context} tokens (model.context)")
+            warn(f"{what} past the trained length of {trained} tokens")
         return texts
 
     def answer_all(self, prompts: Sequence[Prompt]) -> None:

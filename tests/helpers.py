@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wherelm.batches.batch import Batch, collate
 from wherelm.batches.store import TokenStore
+from wherelm.model.cache import KeyValueCache
 from wherelm.model.decoder import Decoder, ModelConfig, initialize
 from wherelm.schemes import SCHEMES, build_scheme
 from wherelm.seeds import torch_generator
@@ -22,6 +23,7 @@ from wherelm.seeds import torch_generator
 VOCABULARY = 23
 CONTEXT = 16
 PAD = 0
+CPU = torch.device("cpu")
 
 
 def random_decoder(
@@ -30,15 +32,20 @@ def random_decoder(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    trained: int | None = None,
     **changes,
 ) -> Decoder:
     """A decoder whose every parameter is random, also those that training starts from zero or one.
+
+    `trained` is the longest row of training, the whole context if it is not given.
 
     At initialisation outputs and head are zero, and every equality of logits would hold vacuously.
     """
     small = {"layers": 2, "width": 16, "heads": 4, "context": CONTEXT}
     config = ModelConfig(**{**small, **changes})
-    scheme = build_scheme(SCHEMES[name].Config(**(options or {})), config.shape)
+    length = trained or config.context
+    shape = replace(config.shape, trained=length, positions=length)
+    scheme = build_scheme(SCHEMES[name].Config(**(options or {})), shape)
     model = Decoder(config, scheme, VOCABULARY)
     initialize(model, seed)
     with torch.no_grad():
@@ -112,11 +119,17 @@ def alone_logits(model: Decoder, store: TokenStore, index: int) -> Tensor:
         return model(batch.tokens_BT, batch.positions_BT, keys_BT=batch.keys_BT)[0]
 
 
-def row_logits(model: Decoder, tokens: Tensor | list[int]) -> Tensor:
-    """Logits (T, V) of tokens that belong to no numbered example."""
-    tokens_1T = torch.as_tensor(tokens)[None]
+def row_logits(model: Decoder, tokens: Tensor | list[int], longest: int = 0) -> Tensor:
+    """Logits (T, V) of tokens that belong to no numbered example.
+
+    With `longest` of a row that may grow to so many tokens, read at once into an empty cache.
+    """
+    tokens_1T, cache = torch.as_tensor(tokens)[None], None
+    if longest:
+        longest_B1 = torch.tensor([[longest]])
+        cache = KeyValueCache(model.config.layers, 1, tokens_1T.shape[1], CPU, longest_B1)
     with torch.no_grad():
-        return model(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0]
+        return model(tokens_1T, torch.arange(tokens_1T.shape[1])[None], cache=cache)[0]
 
 
 def inputs(store: TokenStore, index: int) -> Tensor:

@@ -106,7 +106,7 @@ class NaiveRope(NaiveNone):
         return angles[: int(config.p * (rotating // 2))]
 
     def yarn_kept(self, i: int, width: int) -> float:
-        length, base = self.shape.context, self.config.base
+        length, base = self.shape.trained, self.config.base
         turns = length / (2 * math.pi)
         beta = 32 ** (math.log(turns) / math.log(4096 / (2 * math.pi)))
         low = math.floor(width * math.log(turns / beta) / (2 * math.log(base)))
@@ -170,7 +170,7 @@ class NaiveT5(NaiveNone):
     def bias(self, pair):
         buckets = self.config.buckets
         exact = buckets // 2
-        largest = self.config.max_distance or max(exact + 1, self.shape.context // 4)
+        largest = self.config.max_distance or max(exact + 1, self.shape.trained // 4)
         bucket = pair.back
         if bucket >= exact:
             share = math.log(pair.back / exact) / math.log(largest / exact)
@@ -190,7 +190,7 @@ class NaiveKerple(NaiveNone):
 class NaiveFire(NaiveNone):
     def bias(self, pair):
         c = abs(float(self.weights["c"][0]))
-        start = max(1.0, self.shape.context / 4)
+        start = max(1.0, self.shape.trained / 4)
         threshold = abs(float(self.weights["threshold"][0])) * start
         share = math.log(c * pair.back + 1) / math.log(c * max(pair.query_position, threshold) + 1)
         total = 0.0
@@ -233,15 +233,14 @@ class NaiveHybrid(NaiveNone):
 class NaiveRandomised(NaiveNone):
     def __init__(self, config, shape, weights):
         super().__init__(config, shape, weights)
-        self.length = config.length or 8 * shape.context
-        self.shape = replace(shape, context=self.length)
-        self.subset = shape.context
+        self.length = config.length or max(8 * shape.trained, shape.context)
+        self.shape = replace(shape, context=self.length, trained=self.length)
         self.scheme = self.inner(config.scheme, "inner.")
         self.embed, self.score = self.scheme.embed, self.scheme.score
 
     def place(self, positions, key):
-        size = self.subset * math.ceil((max(positions) + 1) / self.subset)
         generator = torch.Generator().manual_seed(key)
+        size = max(positions) + 1
         drawn = sorted(torch.randperm(self.length, generator=generator)[:size].tolist())
         return [drawn[position] for position in positions]
 
@@ -290,7 +289,7 @@ class NaiveDecoder:
             self.weights[name] = parameter.detach().double().numpy()
         own = {k[7:]: v for k, v in self.weights.items() if k.startswith("scheme.")}
         naive_scheme = oracle_for(model.scheme.config.name)
-        self.scheme = naive_scheme(model.scheme.config, model.config.shape, own)
+        self.scheme = naive_scheme(model.scheme.config, model.scheme.shape, own)
 
     def logits(
         self, tokens: list[int], positions: list[float] | None = None, key: int = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wherelm import checkpoint
-from wherelm.config import run_config
+from wherelm.config import load_yaml, run_config, save_yaml
 from wherelm.model.decoder import initialize
 from wherelm.tokenizer.training import TokenizerConfig, train_tokenizer
 
@@ -166,6 +166,25 @@ def test_rereading_gives_the_same_weights_another_rotary_extension(tmp_path):
     logits = again.model(tokens, positions)
     assert torch.equal(logits, expected(tokens, positions))
     assert (logits - loaded.model(tokens, positions)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_schemes_are_told_the_length_that_training_held_and_the_context_where_nobody_noted_it(
+    tmp_path, offset
+):
+    place, _ = saved(tmp_path, scheme="t5")
+    assert "trained_length" not in checkpoint.load_state(place)
+    before = checkpoint.load(place).model.scheme
+    assert (before.shape.context, before.shape.trained, before.shape.positions) == (16, 16, 16)
+    settings = load_yaml(place / "config.yaml")
+    settings["training"]["random_offset"] = offset
+    save_yaml(settings, place / "config.yaml")
+    state = json.loads((place / "state.json").read_text())
+    (place / "state.json").write_text(json.dumps(state | {"trained_length": 9}))
+    loaded = checkpoint.load(place)
+    for other in (loaded, checkpoint.reread(loaded, ["model.context=64"])):
+        shape = other.model.scheme.shape
+        assert (shape.context, shape.trained, shape.positions) == (16, 9, 16 if offset else 9)
 
 
 def test_rereading_without_overrides_changes_nothing(tmp_path):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,13 +34,14 @@ import sample  # noqa: E402
 CONTEXT = 64
 
 
-def byte_model(scheme: str = "rope", form: str = "messages") -> SimpleNamespace:
+def byte_model(
+    scheme: str = "rope", form: str = "messages", trained: int = CONTEXT
+) -> SimpleNamespace:
     """What checkpoint.load gives, with random weights over a vocabulary of bytes."""
     tokenizer = train_tokenizer(TokenizerConfig(kind="bytes"), [])
     config = ModelConfig(layers=2, width=16, heads=2, context=CONTEXT)
-    model = Decoder(
-        config, build_scheme(SCHEMES[scheme].Config(), config.shape), tokenizer.vocab_size
-    )
+    shape = replace(config.shape, trained=trained)
+    model = Decoder(config, build_scheme(SCHEMES[scheme].Config(), shape), tokenizer.vocab_size)
     initialize(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -383,6 +385,17 @@ def test_a_reply_that_reaches_the_context_runs_past_it_with_a_warning_or_ends_th
     else:
         assert len(line["tokens"]) == 2 * CONTEXT
         assert f"past the trained length of {CONTEXT} tokens" in captured.err
+
+
+def test_the_trained_length_is_what_training_held_and_not_the_context(monkeypatch, capsys):
+    loaded = byte_model(trained=20)
+    loaded.tokenizer.eos = None
+    use(monkeypatch, loaded)
+    room = 20 - len(ids_of(loaded, Message("user", "Hi")))
+    for tokens, past in ((room + 1, False), (room + 2, True)):
+        assert run(monkeypatch, "--greedy", "--max-tokens", str(tokens), "Hi") == 0
+        warned = "past the trained length of 20 tokens" in capsys.readouterr().err
+        assert warned == past
 
 
 def test_a_model_of_a_stream_continues_the_bare_text_and_knows_no_turns(monkeypatch, capsys):

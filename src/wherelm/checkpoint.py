@@ -42,9 +42,17 @@ class Loaded:
     state: dict[str, Any]
 
 
-def build_model(config: RunConfig, vocab_size: int) -> Decoder:
-    """The decoder of a configuration, its parameters not yet initialised."""
-    scheme = build_scheme(config.position, config.model.shape)
+def build_model(config: RunConfig, vocab_size: int, trained: int | None = None) -> Decoder:
+    """The decoder of a configuration, its parameters not yet initialised.
+
+    `trained` is how many tokens the longest row of training holds; None, as in checkpoints that do
+    not say it: as many as model.context.
+    """
+    shape = config.model.shape
+    if trained:
+        positions = shape.positions if config.training.random_offset else trained
+        shape = replace(shape, trained=trained, positions=positions)
+    scheme = build_scheme(config.position, shape)
     return Decoder(config.model, scheme, vocab_size)
 
 
@@ -80,9 +88,9 @@ def load(folder: Path) -> Loaded:
             raise ValueError(f"{folder}: no checkpoint, for {name} is missing in it")
     config = run_config(load_yaml(folder / CONFIG))
     tokenizer = load_tokenizer(folder)
-    model = build_model(config, tokenizer.vocab_size)
-    load_weights(model, folder)
     state = load_state(folder)
+    model = build_model(config, tokenizer.vocab_size, state.get("trained_length"))
+    load_weights(model, folder)
     model.scheme.progress(state["share"])
     return Loaded(model.eval(), tokenizer, config, state)
 
@@ -91,7 +99,7 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
     """The same weights under `key=value` overrides, such as a rotary extension, at no training.
 
     Of the model its window may change, and `model.context` cuts the data alone: to the scheme the
-    trained context stays what it was. ValueError for what the weights were not made for, and for
+    trained length stays what it was. ValueError for what the weights were not made for, and for
     what changes nothing when they are read.
     """
     before = plain(loaded.config)
@@ -118,7 +126,8 @@ def reread(loaded: Loaded, pairs: Sequence[str]) -> Loaded:
                 "expected another context or window, or nothing of the model"
             )
     shape = replace(config.model, context=loaded.config.model.context)
-    model = build_model(replace(config, model=shape), loaded.tokenizer.vocab_size)
+    trained = loaded.state.get("trained_length")
+    model = build_model(replace(config, model=shape), loaded.tokenizer.vocab_size, trained)
     fix = "expected settings that add no parameters"
     _fill(model, dict(loaded.model.named_parameters()), f"position={name}", fix)
     model.scheme.progress(loaded.state["share"])

@@ -20,7 +20,7 @@ def seeded():
 
 
 def scheme(name: str, width: int = 8, heads: int = 2, **options) -> PositionScheme:
-    shape = Shape(width, heads, width // heads, context=16, layers=2)
+    shape = Shape(width, heads, width // heads, context=16, layers=2, trained=16, positions=16)
     return build_scheme(SCHEMES[name].Config(**options), shape)
 
 

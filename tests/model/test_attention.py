@@ -19,7 +19,7 @@ from wherelm.runtime import autocast
 from wherelm.schemes.base import PositionScheme, Shape
 
 CPU = torch.device("cpu")
-NONE = PositionScheme(PositionScheme.Config(), Shape(8, 2, 4, 16, 2))
+NONE = PositionScheme(PositionScheme.Config(), Shape(8, 2, 4, 16, 2, 16, 16))
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_batched_greedy_equals_single_greedy_and_the_uncached_argmax(scheme):
+def test_batched_greedy_equals_single_greedy_and_the_argmax_of_whole_rows(scheme):
     model = random_decoder(scheme, context=24)
     sampling = Sampling(greedy=True, max_tokens=8)
     batched = tokens_of(generate(model, PROMPTS, sampling, END))
@@ -155,7 +155,8 @@ def test_batched_greedy_equals_single_greedy_and_the_uncached_argmax(scheme):
     for prompt in PROMPTS:
         reply: list[int] = []
         while len(reply) < sampling.max_tokens:
-            token = int(row_logits(model, prompt + reply)[-1].argmax())
+            limit = model.scheme.limit(len(prompt)) or 0
+            token = int(row_logits(model, prompt + reply, longest=limit)[-1].argmax())
             if token == END:
                 break
             reply.append(token)
@@ -305,43 +306,56 @@ def test_a_scheme_with_a_limit_ends_there_and_the_others_run_past_it():
     sampling = Sampling(greedy=True, max_tokens=3 * CONTEXT)
     for name in SCHEMES:
         model = random_decoder(name)
-        limit = model.scheme.limit
+        limit = model.scheme.limit(len(PROMPTS[0]))
         reply = generate(model, [PROMPTS[0], PROMPTS[1]], sampling, None)[0]
         assert reply.finish == "length"
-        if name == "learned":
-            assert limit == CONTEXT
+        if limit is not None:
+            assert limit == {"learned": CONTEXT, "randomised": 2 * CONTEXT}[name]
             # The last token of a reply is never read, so it takes no position.
-            assert len(PROMPTS[0]) + len(reply.tokens) == CONTEXT + 1
+            assert len(PROMPTS[0]) + len(reply.tokens) == limit + 1
         else:
-            assert limit == (8 * CONTEXT if name == "randomised" else None)
+            assert name not in ("learned", "randomised")
             assert len(reply.tokens) == 3 * CONTEXT
 
 
-def test_random_positions_of_a_row_depend_on_its_own_final_length_alone():
-    model = random_decoder("randomised", {"length": 8 * CONTEXT})
+def test_a_reply_at_random_positions_does_not_depend_on_its_neighbours():
+    model = random_decoder("randomised")
     short, long = [1, *range(2, 2 + CONTEXT // 3)], [1] * (3 * CONTEXT)
     sampling = Sampling(greedy=True, max_tokens=CONTEXT // 2)
     alone, _ = (generate(model, [prompt], sampling, None)[0] for prompt in (short, long))
-    assert len(short) + sampling.max_tokens <= CONTEXT
     assert generate(model, [short, long], sampling, None)[0] == alone
-    less = Sampling(greedy=True, max_tokens=sampling.max_tokens - 1)
-    assert generate(model, [short, long], less, None)[0].tokens == alone.tokens[:-1]
 
 
-def test_a_reply_at_random_positions_ends_where_they_run_out():
-    # One step of the trained length short of two.
-    model = random_decoder("randomised", {"length": 2 * CONTEXT - 1})
-    sampling = Sampling(greedy=True, max_tokens=3 * CONTEXT)
-    for prompt in ([1, 2], [1] * CONTEXT):
-        reply = generate(model, [prompt, [1]], sampling, None)[0]
-        assert (reply.finish, len(prompt) + len(reply.tokens)) == ("length", CONTEXT + 1)
+@pytest.mark.parametrize("trained", [CONTEXT // 2, CONTEXT])
+def test_a_lower_limit_of_tokens_gives_a_prefix_of_the_longer_reply(trained):
+    """Across every multiple of the trained length, for every scheme."""
+    for name in SCHEMES:
+        model = random_decoder(name, trained=trained)
+        replies = [
+            generate(model, PROMPTS, Sampling(greedy=True, max_tokens=most), None)
+            for most in range(1, 3 * CONTEXT, 5)
+        ]
+        for row, longest in enumerate(replies[-1]):
+            tokens = [reply[row].tokens for reply in replies]
+            assert len({len(reply) for reply in tokens}) > 1
+            assert all(reply == longest.tokens[: len(reply)] for reply in tokens), name
+
+
+def test_a_reply_at_random_positions_has_room_for_a_trained_length_and_ends_where_they_run_out():
+    sampling = Sampling(greedy=True, max_tokens=5 * CONTEXT)
+    for options, limits in (({}, (2, 2, 3)), ({"length": 2 * CONTEXT}, (2, 2, 2))):
+        model = random_decoder("randomised", options)
+        for prompt, limit in zip(([1, 2], [1] * CONTEXT, [1] * (CONTEXT + 1)), limits, strict=True):
+            reply = generate(model, [prompt, [1]], sampling, None)[0]
+            read = len(prompt) + len(reply.tokens) - 1
+            assert (reply.finish, read) == ("length", limit * CONTEXT)
 
 
 def test_a_pattern_has_the_least_limit_of_its_schemes():
     shape = random_decoder().config.shape
     learned, rope = (Layer(SCHEMES[name].Config()) for name in ("learned", "rope"))
-    assert build_scheme(Hybrid.Config(pattern=(rope, learned)), shape).limit == CONTEXT
-    assert build_scheme(Hybrid.Config(pattern=(rope,)), shape).limit is None
+    assert build_scheme(Hybrid.Config(pattern=(rope, learned)), shape).limit() == CONTEXT
+    assert build_scheme(Hybrid.Config(pattern=(rope,)), shape).limit() is None
 
 
 def test_a_prompt_beyond_a_limit_is_the_scheme_s_own_error():

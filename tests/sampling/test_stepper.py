@@ -24,7 +24,8 @@ def read_then_step(model, batch, keep: list[int]) -> torch.Tensor:
     """Logits (B, NEW, V) of the kept rows at the last slots; the other rows go after the first."""
     length = batch.tokens_BT.shape[1]
     prompt = slice(0, length - NEW)
-    cache = KeyValueCache(model.config.layers, len(batch.tokens_BT), length, CPU)
+    longest_B1 = batch.positions_BT[:, -1:] + 1
+    cache = KeyValueCache(model.config.layers, len(batch.tokens_BT), length, CPU, longest_B1)
     mask_BT = None if bool(batch.key_mask_BT.all()) else batch.key_mask_BT
     model.hidden(
         batch.tokens_BT[:, prompt],

@@ -11,9 +11,16 @@ FAR = 65_536
 
 
 def scheme(
-    name: str, width: int = 8, heads: int = 2, context: int = 16, layers: int = 2, **options
+    name: str,
+    width: int = 8,
+    heads: int = 2,
+    context: int = 16,
+    layers: int = 2,
+    trained: int | None = None,
+    **options,
 ):
-    shape = Shape(width, heads, width // heads, context, layers)
+    trained = trained or context
+    shape = Shape(width, heads, width // heads, context, layers, trained, trained)
     return build_scheme(SCHEMES[name].Config(**options), shape)
 
 

@@ -241,10 +241,13 @@ def test_future_tokens_never_change_past_logits(case, variant, form, store):
 
 
 def read_in_chunks(model, tokens_BT, positions_BT, key_mask_BT, sizes) -> torch.Tensor:
-    """Logits (B, T, V) of a sequence that a cache receives in chunks of these sizes."""
+    """Logits (B, T, V) of a sequence that a cache receives in chunks of these sizes.
+
+    Rows end with the last chunk, each at its own length.
+    """
     batch, length = tokens_BT.shape
     assert sum(sizes) == length
-    cache = KeyValueCache(model.config.layers, batch, length, CPU)
+    cache = KeyValueCache(model.config.layers, batch, length, CPU, positions_BT[:, -1:] + 1)
     parts = []
     for part in torch.arange(length).split(sizes):
         mask_BT = None if key_mask_BT is None else key_mask_BT[:, part]
@@ -297,7 +300,8 @@ def test_dropping_rows_of_a_cache_leaves_the_others_as_they_were(case, store):
     model = build(case, "grouped-swiglu")
     batch = arrangements(store)["left"]
     length = batch.tokens_BT.shape[1]
-    cache = KeyValueCache(model.config.layers, len(store), length, CPU)
+    longest_B1 = batch.positions_BT[:, -1:] + 1
+    cache = KeyValueCache(model.config.layers, len(store), length, CPU, longest_B1)
     start, end = slice(0, length - 2), slice(length - 2, length)
     rows = torch.tensor([3, 0])
     with torch.no_grad():
@@ -320,10 +324,10 @@ def test_dropping_rows_of_a_cache_leaves_the_others_as_they_were(case, store):
 
 
 def greedy_by_hand(model, prompt: list[int], steps: int, end: int | None = None) -> list[int]:
-    """The likeliest token again and again, each from the whole row without a cache."""
-    row = list(prompt)
+    """The likeliest token again and again, each from the whole row and of nothing before it."""
+    row, limit = list(prompt), model.scheme.limit(len(prompt))
     for _ in range(steps):
-        token = int(row_logits(model, row)[-1].argmax())
+        token = int(row_logits(model, row, longest=limit or 0)[-1].argmax())
         if token == end:
             break
         row.append(token)

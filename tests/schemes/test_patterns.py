@@ -145,8 +145,23 @@ def test_random_positions_depend_on_the_example_and_not_on_its_batch():
     one = scheme("randomised")
     together = placed(one, [3, 16, 40], [7, 8, 9])
     assert together == [placed(one, [n], [k])[0] for n, k in ((3, 7), (16, 8), (40, 9))]
-    # What follows leaves a prefix where it stands.
-    assert together[0] == placed(one, [16], [7])[0][:3]
+
+
+def test_short_rows_train_all_random_positions_as_long_ones_do():
+    """A row of n has n of the whole range, so its own ends lie anywhere in it: (Ruoss et al.)."""
+    one = scheme("randomised", trained=4, length=64)
+    for length in (1, 4, 16):
+        subsets = placed(one, [length] * 2000, list(range(1, 2001)))
+        assert set().union(*subsets) == set(range(64))
+        # The last of n is the largest of them: (n 65 / (n + 1)) - 1 on average.
+        last = sum(subset[-1] for subset in subsets) / len(subsets)
+        assert last == pytest.approx(length * 65 / (length + 1) - 1, abs=2)
+
+
+def test_the_range_of_random_positions_follows_the_trained_length_and_holds_every_row():
+    assert scheme("randomised", context=64, trained=20).length == 160
+    assert scheme("randomised", context=64, trained=5).length == 64
+    assert scheme("randomised", trained=5).inner.shape.trained == 40
 
 
 def test_random_positions_of_a_batch_follow_epoch_and_example_in_every_form():
@@ -185,9 +200,9 @@ def test_an_example_at_its_own_random_positions_agrees_with_the_equations():
 
 def test_random_positions_say_their_limit_and_the_fix_in_one_line():
     one = scheme("randomised", length=40)
-    one.place(torch.arange(32)[None])
-    with pytest.raises(ValueError, match=r"from 40 positions .* position\.length=48") as error:
-        one.place(torch.arange(33)[None])
+    one.place(torch.arange(40)[None])
+    with pytest.raises(ValueError, match=r"from 40 positions .* position\.length=41") as error:
+        one.place(torch.arange(41)[None])
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"position\.length=15: expected at least"):
         scheme("randomised", length=15)

@@ -58,6 +58,7 @@ def test_t5_counts_its_farthest_bucket_from_a_quarter_of_the_trained_length():
     assert scheme("t5", context=512).max_distance == 128
     assert scheme("t5", context=128).max_distance == 32
     assert scheme("t5", context=16).max_distance == 17
+    assert scheme("t5", context=512, trained=256).max_distance == 64
     assert scheme("t5", context=512, max_distance=100).max_distance == 100
 
 
@@ -151,4 +152,5 @@ def test_t5_warns_of_buckets_that_training_never_reaches():
     assert scheme("t5", context=128, max_distance=128).warnings() == []
     (line,) = scheme("t5", context=64, max_distance=128).warnings()
     assert "reaches the first 27 alone" in line
+    assert scheme("t5", context=128, trained=64, max_distance=128).warnings() == [line]
     assert scheme("t5", context=16).warnings()

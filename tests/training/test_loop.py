@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wherelm import checkpoint
+from wherelm import checkpoint, pipeline
 from wherelm.batches.batch import collate
 from wherelm.batches.sampler import cut
 from wherelm.batches.store import TokenStore
@@ -348,6 +348,39 @@ def test_every_learned_target_is_counted_at_its_position(fit, tmp_path):
     counts = trained_positions(tmp_path / "run")
     assert sum(counts.values()) == summary["targets"]
     assert counts[0] == 0  # a request stands before every reply
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_the_trained_length_is_that_of_the_longest_row_of_training(
+    fit, tmp_path, monkeypatch, batching
+):
+    changes = {"position": {"name": "fire"}, "training": {"batching": batching}}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        fit("run", **changes)
+    summary = fit("run", resume=True, **changes)
+    settings = config(tmp_path, **changes)
+    store = pipeline.prepare(settings, tmp_path, ["train"]).stores["train"]
+    # The last token of a row is always learned here: its <EOS>.
+    assert summary["trained_length"] == store.lengths.max() < settings.model.context
+    loaded = checkpoint.load(checkpoint.last(tmp_path / "run"))
+    assert (
+        loaded.state["trained_length"] == loaded.model.scheme.shape.trained == store.lengths.max()
+    )
+    assert loaded.model.scheme.start == store.lengths.max() / 4
+    assert summary["splits"]["validation"]["untrained_reads"] >= 0
+
+
+def test_rows_longer_than_all_of_training_are_said_in_the_figures(fit, tmp_path, caplog):
+    longer = tmp_path / "longer.jsonl"
+    row = {"prompt": "Send the report before the slides." * 3, "completion": "report, then slides."}
+    longer.write_text(json.dumps(row) + "\n")
+    data = {"extra": {"longer": str(longer)}}
+    with caplog.at_level("INFO", logger="wherelm"):
+        splits = fit("run", position={"name": "alibi"}, data=data)["splits"]
+    assert splits["validation"]["untrained_reads"] == 0.0
+    assert 0 < splits["longer"]["untrained_reads"] < 1
+    assert "untrained" in caplog.text
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])

@@ -12,6 +12,7 @@ from wherelm.evaluation import breakdowns as parts
 from wherelm.evaluation import extrapolation as beyond
 from wherelm.evaluation import shuffled_prefix as shuffled
 from wherelm.evaluation.measures import measures, score, table
+from wherelm.evaluation.untrained import untrained_reads
 
 
 def measured(
@@ -32,6 +33,7 @@ def measured(
         store = data.stores[split]
         scores = score(model, store, tokenizer.pad, budget, autocast)
         found["splits"][split] = measures(scores, store, tokenizer)
+        found["splits"][split]["untrained_reads"] = untrained_reads(model, store.lengths)
         if breakdowns:
             found.setdefault("breakdowns", {})[split] = parts.breakdowns(scores, store, tokenizer)
         if shuffled_prefix:

@@ -123,10 +123,14 @@ def evaluate(
 
 
 def table(splits: dict[str, dict[str, float | int]]) -> str:
-    """The figures of several splits as aligned text."""
-    columns = list(dict.fromkeys(key for values in splits.values() for key in values))
-    columns.remove("targets")
-    lines = [f"{'':12}" + "".join(f"{c.replace('_', ' '):>14}" for c in columns)]
+    """The figures of several splits as aligned text; untrained reads where there are any."""
+    hidden = {"targets"}
+    if not any(values.get("untrained_reads") for values in splits.values()):
+        hidden.add("untrained_reads")
+    columns = dict.fromkeys(key for values in splits.values() for key in values)
+    columns = [column for column in columns if column not in hidden]
+    titles = [column.removesuffix("_reads").replace("_", " ") for column in columns]
+    lines = [f"{'':12}" + "".join(f"{title:>14}" for title in titles)]
     for split, values in splits.items():
         cells = [_cell(column, values.get(column)) for column in columns]
         lines.append(f"{split:12}" + "".join(f"{cell:>14}" for cell in cells))
@@ -136,6 +140,6 @@ def table(splits: dict[str, dict[str, float | int]]) -> str:
 def _cell(column: str, value: float | int | None) -> str:
     if value is None:
         return "-"
-    if column in HIGHER:
+    if column in (*HIGHER, "untrained_reads"):
         return f"{100 * value:.1f} %"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

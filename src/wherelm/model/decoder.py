@@ -34,8 +34,8 @@ MLPS = ("swiglu", "gelu", "relu2")
 class ModelConfig:
     """The decoder's shape.
 
-    `context` is the longest message that training sees, and `window` how far back a query reads
-    (null: over the whole row), both in tokens. `score_scale` is what scores are multiplied by
+    `context` is where rows of training and evaluation are cut, and `window` how far back a query
+    reads (null: over the whole row), both in tokens. `score_scale` is what scores are multiplied by
     beside 1/sqrt(K): see `Attention`.
     """
 
@@ -96,7 +96,11 @@ class ModelConfig:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.width, self.heads, self.head_width, self.context, self.layers)
+        """As if rows of training filled the whole context."""
+        context = self.context
+        return Shape(
+            self.width, self.heads, self.head_width, context, self.layers, context, context
+        )
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -131,7 +135,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)): the pre-norm form."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, trained: int):
         super().__init__()
         self.layer = layer
         self.attention_norm = norm(config)
@@ -144,7 +148,7 @@ class Block(nn.Module):
             qk_norm=config.qk_norm,
             dropout=config.dropout,
             score_scale=config.score_scale,
-            trained=config.shape.context,
+            trained=trained,
         )
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
@@ -180,7 +184,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.scheme, self.vocab_size = config, scheme, vocab_size
         self.embedding = nn.Embedding(vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config, layer, scheme.shape.trained) for layer in range(config.layers)
+        )
         self.final_norm = norm(config)
         self.head = nn.Linear(config.width, vocab_size, bias=False)
         if config.tied:

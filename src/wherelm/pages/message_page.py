@@ -31,7 +31,8 @@ def message_page(views: Sequence[View], batch: Batch, loaded: Loaded, name: str)
         f"<h1>{html.escape(page.title)}</h1>",
         f'<p class="lead">Model: <code>{html.escape(name)}</code>, step {loaded.state["step"]}, '
         f"position scheme <b>{scheme.config.name}</b>, {config.layers} layers of {config.heads} "
-        f"heads, trained on up to {config.context} tokens. Every number was computed by it.</p>",
+        f"heads, trained on up to {scheme.shape.trained} tokens. "
+        "Every number was computed by it.</p>",
         "<h2>What is read</h2>",
         *_side_by_side([_read(page, view, loaded, batch, row) for row, view in enumerate(views)]),
         "<h2>Where each token looks</h2>",

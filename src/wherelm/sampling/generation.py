@@ -68,11 +68,18 @@ def stream_tokens(
     device, training = model.embedding.weight.device, model.training
     model.eval()
     try:
-        room = [_room(len(prompt), sampling.max_tokens, model.scheme.limit) for prompt in prompts]
+        limits = [model.scheme.limit(len(prompt)) for prompt in prompts]
+        room = [
+            _room(len(prompt), sampling.max_tokens, limit)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ]
         tokens_BT, positions_BT, key_mask_BT = _left_padded(prompts, device)
         capacity = tokens_BT.shape[1] + max(room) - 1
-        # The last token of a reply is never read.
-        longest = [[len(p) + left - 1] for p, left in zip(prompts, room, strict=True)]
+        # A limit does not depend on max_tokens, so that a shorter reply begins as a longer one.
+        longest = [
+            [limit or len(prompt) + left - 1]  # the last token of a reply is never read
+            for prompt, left, limit in zip(prompts, room, limits, strict=True)
+        ]
         longest_B1 = torch.tensor(longest, device=device)
         cache = KeyValueCache(len(model.blocks), len(prompts), capacity, device, longest_B1)
         chooser = Chooser(model.vocab_size, prompts, rows, max(room), sampling, end)

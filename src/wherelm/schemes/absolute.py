@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, expect_base, float64_positions
+from wherelm.schemes.base import (
+    PositionScheme,
+    Shape,
+    beyond_position,
+    expect_base,
+    float64_positions,
+)
 
 STARTS = ("random", "sinusoid")
 
@@ -53,13 +59,17 @@ class Sinusoidal(PositionScheme):
         table = sinusoid_table(positions_BT, self.shape.width, self.config.base)
         return x_BTD + table.to(x_BTD.dtype)
 
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
+        return beyond_position(q_positions_BT, k_positions_BS, self.shape.positions)
+
 
 class Learned(PositionScheme):
-    """x_l = E[w_l] + P[l], one learned vector for each position below the trained length.
+    """x_l = E[w_l] + P[l], one learned vector for each position below model.context.
 
     "Convolutional Sequence to Sequence Learning" (Gehring et al., 2017), section 3.1; so in GPT-2.
     Acts on the embeddings. `start`: random at the sinusoid's RMS, so that both are comparable, or
-    the sinusoid itself.
+    the sinusoid itself. Where no row of training fills the context, the last vectors stay as they
+    start; rows that are longer read them, and `untrained` tells.
     """
 
     shift_invariant = False
@@ -88,17 +98,19 @@ class Learned(PositionScheme):
             self.check(int(positions_BT.max()))
         return x_BTD + nn.functional.embedding(positions_BT, self.table_LD).to(x_BTD.dtype)
 
-    @property
-    def limit(self) -> int:
+    def limit(self, prompt: int = 1) -> int:
         return self.shape.context
+
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
+        return beyond_position(q_positions_BT, k_positions_BS, self.shape.positions)
 
     def check(self, last: int) -> None:
         """ValueError where the table has no vector for the last position."""
-        if last >= self.limit:
+        if last >= self.shape.context:
             raise ValueError(
-                f"position=learned has vectors for {self.limit} positions and was asked for "
-                f"position {last}: train with model.context={last + 1} or more, or choose a scheme "
-                "that runs past its trained length"
+                f"position=learned has vectors for {self.shape.context} positions and was asked "
+                f"for position {last}: train with model.context={last + 1} or more, or choose a "
+                "scheme that runs past its trained length"
             )
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:

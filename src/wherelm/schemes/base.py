@@ -17,13 +17,19 @@ Role = Literal["query", "key"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a scheme may know of its decoder; `context` is the trained length in tokens."""
+    """What a scheme may know of its decoder and of what it was trained on, in tokens.
+
+    A row may hold `context`; the longest that training has holds `trained`, at positions below
+    `positions` (more of them with training.random_offset).
+    """
 
     width: int
     heads: int
     head_width: int
     context: int
     layers: int
+    trained: int
+    positions: int
 
 
 class PositionScheme(nn.Module):
@@ -53,9 +59,11 @@ class PositionScheme(nn.Module):
         self.config = config
         self.shape = shape
 
-    @property
-    def limit(self) -> int | None:
-        """How many tokens a row may hold; None where the scheme runs past its trained length."""
+    def limit(self, prompt: int = 1) -> int | None:
+        """How many tokens a row that begins with `prompt` of them may come to hold.
+
+        None where the scheme runs past its trained length.
+        """
         return None
 
     def place(
@@ -65,7 +73,7 @@ class PositionScheme(nn.Module):
 
         `keys_BT` names the example that a slot belongs to (None: each row is one, all of one name),
         `longest` is the length that rows with a cache may still grow to, each its own (B, 1) or all
-        the same.
+        the same; a scheme's `limit` where it has one.
         """
         return positions_BT
 
@@ -98,6 +106,13 @@ class PositionScheme(nn.Module):
             f"{type(self).__name__} gives tokens values but no bias from them"
         )
 
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
+        """Where a query reads a key by what training never gave it, (B, T, S); None for nowhere.
+
+        By a bucket, a row of a table, a position or a distance, of pairs in one layer.
+        """
+        return None
+
     def progress(self, share: float) -> None:
         """Told the share of training that is done, 0 to 1, before each step and when loading."""
 
@@ -116,6 +131,23 @@ class PositionScheme(nn.Module):
     def warnings(self) -> list[str]:
         """Settings that cannot act at this shape, a line each; logged before training."""
         return []
+
+
+def beyond_distance(q_positions_BT: Tensor, k_positions_BS: Tensor, trained: float) -> Tensor:
+    """True where a key stands `trained` or more before its query, (B, T, S)."""
+    return q_positions_BT[:, :, None] - k_positions_BS[:, None, :] >= trained
+
+
+def beyond_position(q_positions_BT: Tensor, k_positions_BS: Tensor, positions: int) -> Tensor:
+    """True where a query or its key stands at `positions` or behind it, (B, T, S)."""
+    return (q_positions_BT[:, :, None] >= positions) | (k_positions_BS[:, None, :] >= positions)
+
+
+class ByDistance(PositionScheme):
+    """Reads a key by its distance: one that no row of training had is untrained."""
+
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
+        return beyond_distance(q_positions_BT, k_positions_BS, self.shape.trained)
 
 
 def float64_positions(positions_BT: Tensor) -> Tensor:

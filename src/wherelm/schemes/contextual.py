@@ -42,8 +42,8 @@ class Fox(PositionScheme):
     "Forgetting Transformer: Softmax Attention with a Forget Gate" (Lin, Nikishin, He, Courville,
     2025). Acts on the scores of every layer, from that layer's own input; uses no position numbers
     at all. A constant gate f is ALiBi with the slope -log f. Gates start nearly open: b starts at
-    log(context), so that 1/e of a key's weight is left after `context` tokens. (The authors' code
-    starts it at 0, which leaves half of it after one.)
+    log(trained length), so that 1/e of a key's weight is left after so many tokens. (The authors'
+    code starts it at 0, which leaves half of it after one.)
     """
 
     @dataclass(frozen=True)
@@ -59,6 +59,6 @@ class Fox(PositionScheme):
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         if name.endswith("bias_H"):
-            return torch.full((self.shape.heads,), float(self.shape.context)).log()
+            return torch.full((self.shape.heads,), float(self.shape.trained)).log()
         shape = (self.shape.heads, self.shape.width)
         return torch.randn(shape, generator=generator) * 0.1 * self.shape.width**-0.5

@@ -35,7 +35,8 @@ class Hybrid(PositionScheme):
 
     RoPE in some layers and none in the others: "Rope to Nope and Back Again: A New Hybrid Attention
     Strategy" (Yang et al., 2025). What entries add to the embeddings is added once each, for it
-    reaches every layer. Random positions belong around a pattern, for there is one set of them.
+    reaches every layer; what it reads untrained counts in its own. Random positions belong around a
+    pattern, for there is one set of them.
     """
 
     @dataclass(frozen=True)
@@ -72,9 +73,8 @@ class Hybrid(PositionScheme):
     def shift_invariant(self) -> bool:
         return all(scheme.shift_invariant for scheme in self.schemes)
 
-    @property
-    def limit(self) -> int | None:
-        limits = [scheme.limit for scheme in self.schemes]
+    def limit(self, prompt: int = 1) -> int | None:
+        limits = [scheme.limit(prompt) for scheme in self.schemes]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def place(
@@ -126,11 +126,12 @@ class Randomised(PositionScheme):
     """Another scheme at positions that are a sorted random subset of 0 … L_max - 1.
 
     "Randomized Positional Encodings Boost Length Generalization of Transformers" (Ruoss et al.,
-    2023): training meets all positions that longer texts will need. Drawn anew for each example and
-    epoch in training, and in evaluation too. The paper draws as many members as the text is long;
-    here it is the trained length, or for a longer text the next multiple of it, and a text takes
-    the first of them: so a prefix keeps its positions when tokens follow. `length` is L_max; null
-    is eight times the trained length.
+    2023), section 3.1: as many members as the text is long, so that short texts train all positions
+    that longer ones will need. Drawn anew for each example and epoch in training, and in evaluation
+    too. `length` is L_max; null is eight times the trained length, or model.context if that is
+    more. A text that is being generated must keep the positions that it has, whatever follows and
+    however much may: it takes the first of as many as fill whole trained lengths, those that its
+    prompt begins and one more, at the end of which it ends.
     """
 
     shift_invariant = False
@@ -147,20 +148,19 @@ class Randomised(PositionScheme):
 
     @classmethod
     def parts(cls, config: Config, shape: Shape) -> list[tuple[PositionScheme.Config, Shape]]:
-        length = 8 * shape.context if config.length is None else config.length
+        length = max(8 * shape.trained, shape.context) if config.length is None else config.length
         if length < shape.context:
             raise ValueError(
                 f"position.length={length}: expected at least model.context={shape.context}"
             )
-        return [(config.scheme, replace(shape, context=length))]
+        return [(config.scheme, replace(shape, context=length, trained=length, positions=length))]
 
     def __init__(self, config: Config, shape: Shape, inner: PositionScheme):
         super().__init__(config, shape)
         self.inner, self.length = inner, inner.shape.context
 
-    @property
-    def limit(self) -> int:
-        return self.length // self.shape.context * self.shape.context
+    def limit(self, prompt: int = 1) -> int:
+        return min(self.length, self.shape.trained * (math.ceil(prompt / self.shape.trained) + 1))
 
     def place(
         self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
@@ -175,7 +175,12 @@ class Randomised(PositionScheme):
         last_BT = positions_BT.clamp(min=torch.as_tensor(longest, device=positions_BT.device) - 1)
         last_U = torch.zeros_like(keys_U)
         last_U = last_U.scatter_reduce(0, which_BT.flatten(), last_BT.flatten(), "amax")
-        sizes = [self._size(last + 1) for last in last_U.tolist()]
+        sizes = [last + 1 for last in last_U.tolist()]
+        if max(sizes) > self.length:
+            raise ValueError(
+                f"position=randomised draws from {self.length} positions and was asked for "
+                f"{max(sizes)}: train with position.length={max(sizes)} or more"
+            )
         table_UN = torch.zeros(len(sizes), max(sizes), dtype=torch.long)
         drawn: dict[tuple[int, int], Tensor] = {}
         for row, named in enumerate(zip(keys_U.tolist(), sizes, strict=True)):
@@ -183,17 +188,6 @@ class Randomised(PositionScheme):
                 drawn[named] = self._subset(*named)
             table_UN[row, : named[1]] = drawn[named]
         return self.inner.place(table_UN.to(positions_BT.device)[which_BT, positions_BT])
-
-    def _size(self, longest: int) -> int:
-        """How many positions are drawn for a text that grows to this length."""
-        size = self.shape.context * math.ceil(longest / self.shape.context)
-        if size > self.length:
-            raise ValueError(
-                f"position=randomised draws from {self.length} positions and was asked for "
-                f"{longest} in steps of model.context={self.shape.context}: train with "
-                f"position.length={size} or more"
-            )
-        return size
 
     def _subset(self, key: int, size: int) -> Tensor:
         generator = torch.Generator().manual_seed(key)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, wide
+from wherelm.schemes.base import ByDistance, PositionScheme, Shape, wide
 
 
 def distances(q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes + between[: heads - power], dtype=torch.float64)
 
 
-class Alibi(PositionScheme):
+class Alibi(ByDistance):
     """b = -m_h d, with a fixed slope for each head.
 
     "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation"
@@ -90,7 +90,7 @@ class T5(PositionScheme):
     def __init__(self, config: Config, shape: Shape):
         super().__init__(config, shape)
         least = config.buckets // 2 + 1
-        self.max_distance = config.max_distance or max(least, shape.context // 4)
+        self.max_distance = config.max_distance or max(least, shape.trained // 4)
         self.table_NH = nn.Parameter(torch.empty(config.buckets, shape.heads))
 
     def bias(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
@@ -98,21 +98,31 @@ class T5(PositionScheme):
         buckets_BTS = t5_bucket(d_BTS, self.config.buckets, self.max_distance)
         return F.embedding(buckets_BTS, self.table_NH).permute(0, 3, 1, 2)
 
+    @property
+    def reached(self) -> int:
+        """How many buckets training reaches: those up to its longest distance."""
+        longest = torch.tensor(self.shape.trained - 1)
+        return int(t5_bucket(longest, self.config.buckets, self.max_distance)) + 1
+
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor:
+        """A far distance in a bucket that nearer ones have trained is none."""
+        d_BTS = distances(q_positions_BT, k_positions_BS)
+        return t5_bucket(d_BTS, self.config.buckets, self.max_distance) >= self.reached
+
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         return torch.randn(self.table_NH.shape, generator=generator) * self.shape.width**-0.5
 
     def warnings(self) -> list[str]:
-        buckets, longest = self.config.buckets, self.shape.context - 1
-        reached = int(t5_bucket(torch.tensor(longest), buckets, self.max_distance)) + 1
-        if reached == buckets:
+        if self.reached == self.config.buckets:
             return []
         return [
-            f"position.buckets={buckets} up to position.max_distance={self.max_distance}: training "
-            f"at model.context={self.shape.context} reaches the first {reached} alone"
+            f"position.buckets={self.config.buckets} up to position.max_distance="
+            f"{self.max_distance}: training, whose longest row has {self.shape.trained} tokens, "
+            f"reaches the first {self.reached} alone"
         ]
 
 
-class Kerple(PositionScheme):
+class Kerple(ByDistance):
     """b = -r1 log(1 + r2 d), or in its power form -r1 d^r2, with learned r1, r2 for each head.
 
     "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation" (Chi, Fan,
@@ -151,7 +161,7 @@ class Kerple(PositionScheme):
         )
 
 
-class Fire(PositionScheme):
+class Fire(ByDistance):
     """b = f(psi(d) / psi(max(L, i))) for the query at i, psi(x) = log(c x + 1), f a small network.
 
     "Functional Interpolation for Relative Positions Improves Long Context Transformers" (Li et
@@ -197,7 +207,7 @@ class Fire(PositionScheme):
     @property
     def start(self) -> float:
         """Where L starts, in tokens."""
-        return max(1.0, self.shape.context / 4)
+        return max(1.0, self.shape.trained / 4)
 
     def initial_value(self, name: str, generator: torch.Generator) -> Tensor:
         parameter = getattr(self, name)

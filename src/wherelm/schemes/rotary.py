@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Role, Shape, expect_base, float64_positions, wide
+from wherelm.schemes.base import (
+    ByDistance,
+    PositionScheme,
+    Role,
+    Shape,
+    beyond_distance,
+    expect_base,
+    float64_positions,
+    wide,
+)
 from wherelm.schemes.scalings import SCALINGS, rotary_frequencies, yarn_magnitude, yarn_turns
 
 
@@ -33,14 +42,14 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     return torch.view_as_real(pairs * table_BTP.unsqueeze(1)).flatten(-2).to(x_BHTK.dtype)
 
 
-def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
-    """A warning where most pairs turn less than one radian over the context."""
-    slow = int((frequencies_P * context < 1).sum())
+def slow_pairs(frequencies_P: Tensor, base: float, trained: int) -> list[str]:
+    """A warning where most pairs turn less than one radian over the trained length."""
+    slow = int((frequencies_P * trained < 1).sum())
     if slow * 2 <= len(frequencies_P):
         return []
     return [
         f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
-        f"over {context} positions; a smaller base lets them tell positions apart"
+        f"over the {trained} positions of training; a smaller base lets them tell positions apart"
     ]
 
 
@@ -101,7 +110,7 @@ class Rope(PositionScheme):
         )
         if config.scaling is not None and len(frequencies_P):
             scale = SCALINGS[config.scaling]
-            frequencies_P = scale(frequencies_P, config.factor, config.base, self.shape.context)
+            frequencies_P = scale(frequencies_P, config.factor, config.base, self.shape.trained)
         return frequencies_P[: int(config.p * len(frequencies_P))]
 
     def place(
@@ -132,9 +141,16 @@ class Rope(PositionScheme):
         turned, still = x_BHTK.split((width, x_BHTK.shape[-1] - width), dim=-1)
         return torch.cat((rotate_pairs(turned, table_BTP), still), dim=-1)
 
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
+        """An extension by `factor` reaches so many times farther."""
+        if not len(self.frequencies_P):
+            return None
+        reach = self.shape.trained * self.config.factor
+        return beyond_distance(q_positions_BT, k_positions_BS, reach)
+
     def warnings(self) -> list[str]:
-        context = self.shape.context
-        lines = slow_pairs(self.frequencies_P, self.config.base, context)
+        trained = self.shape.trained
+        lines = slow_pairs(self.frequencies_P, self.config.base, trained)
         if not len(self.frequencies_P):
             lines.append(
                 f"position.fraction={self.config.fraction:g}, position.p={self.config.p:g}: no "
@@ -144,11 +160,11 @@ class Rope(PositionScheme):
             lines.append(
                 f"position.scaling={self.config.scaling} changes nothing with position.factor=1"
             )
-        turns = context / (2 * math.pi)
-        if self.config.scaling == "yarn" and turns < yarn_turns(context):
+        turns = trained / (2 * math.pi)
+        if self.config.scaling == "yarn" and turns < yarn_turns(trained):
             lines.append(
-                f"position.scaling=yarn: no pair completes {yarn_turns(context):.1f} turns within "
-                f"model.context={context}, so none keeps its frequency"
+                f"position.scaling=yarn: no pair completes {yarn_turns(trained):.1f} turns within "
+                f"the {trained} tokens of the longest row, so none keeps its frequency"
             )
         return lines
 
@@ -189,8 +205,13 @@ class Drope(Rope):
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
         return x_BHTK if self.dropped else super().rotate(x_BHTK, positions_BT, role)
 
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
+        if self.dropped:
+            return None
+        return beyond_distance(q_positions_BT, k_positions_BS, self.shape.trained)
+
     def warnings(self) -> list[str]:
-        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
+        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.trained)
         if self.config.drop_at in (0, 1):
             when = "nothing ever rotates" if self.config.drop_at == 0 else "nothing is recalibrated"
             lines.append(f"position.drop_at={self.config.drop_at:g}: {when}; give a share between")
@@ -236,8 +257,13 @@ class KeyOffset(Rope):
             before = torch.where(begins_BS[:, None, :, None], own, before)
         return torch.cat((turned, before), dim=-1)
 
+    def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
+        if not len(self.frequencies_P):
+            return None
+        return beyond_distance(q_positions_BT, k_positions_BS, self.shape.trained)
+
     def warnings(self) -> list[str]:
-        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.context)
+        lines = slow_pairs(self.frequencies_P, self.config.base, self.shape.trained)
         if 2 * len(self.frequencies_P) == self.shape.head_width:
             lines.append(
                 f"position.fraction={self.config.fraction:g}: every entry rotates and no key is "
@@ -246,7 +272,7 @@ class KeyOffset(Rope):
         return lines
 
 
-class Pope(PositionScheme):
+class Pope(ByDistance):
     """Scores are sums of softplus(q_c) softplus(k_c) cos((s - l) theta_c + delta_c).
 
     "Decoupling the 'What' and 'Where' With Polar Coordinate Positional Embeddings" (Gopalakrishnan,
@@ -296,4 +322,4 @@ class Pope(PositionScheme):
         return torch.zeros(self.delta_HK.shape)
 
     def warnings(self) -> list[str]:
-        return slow_pairs(self.frequencies_K, self.config.base, self.shape.context)
+        return slow_pairs(self.frequencies_K, self.config.base, self.shape.trained)

@@ -48,7 +48,10 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     tokenizer = checkpoint.load_tokenizer(last) if last else None
     data = pipeline.prepare(config, root, splits, tokenizer)
     expect_same_data(state, data)
-    model = checkpoint.build_model(config, data.tokenizer.vocab_size)
+    store = data.stores["train"]
+    if last is None:
+        state.trained_length = len(store.trained_positions())
+    model = checkpoint.build_model(config, data.tokenizer.vocab_size, state.trained_length)
     initialize(model, config.seed)
     if last:
         checkpoint.load_weights(model, last)
@@ -58,7 +61,6 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     optimizer = Optimizer(model, config.optimizer, config.schedule)
     if last:
         optimizer.load_state(checkpoint.load_optimizer(last))
-    store = data.stores["train"]
     state.turns = bool((store.ids == data.tokenizer.assistant).any())
     sampler = Sampler(
         store.lengths,

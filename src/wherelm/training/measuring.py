@@ -12,6 +12,7 @@ from wherelm import pipeline, runtime
 from wherelm.config import RunConfig
 from wherelm.evaluation import breakdowns, extrapolation
 from wherelm.evaluation.measures import Scores, measures, score, table
+from wherelm.evaluation.untrained import untrained_reads
 from wherelm.model.decoder import Decoder
 from wherelm.run_folder import (
     BREAKDOWNS,
@@ -76,6 +77,7 @@ def measure(
         if scores is None:
             scores = score(model, store, data.tokenizer.pad, budget, autocast)
         figures[split] = measures(scores, store, data.tokenizer)
+        figures[split]["untrained_reads"] = untrained_reads(model, store.lengths)
         own = breakdowns.breakdowns(scores, store, data.tokenizer)
         parts[split] = parts.get(split, {}) | own
         breakdowns.save_examples(folder, split, scores, store, data.tokenizer)

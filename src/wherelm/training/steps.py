@@ -25,8 +25,9 @@ class State:
     """Where a run stands; beside weights and optimiser all that resuming needs.
 
     `positions` counts the targets that were learned at each position. `turns` is False where all
-    that train holds is plain text, so that a prompt can only be continued. `digests` tell what
-    each split holds.
+    that train holds is plain text, so that a prompt can only be continued. `trained_length` is how
+    many tokens its longest row reads up to the last that it learns. `digests` tell what each split
+    holds.
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class State:
     validation_loss: float = math.inf
     positions: list[int] = field(default_factory=list)
     turns: bool = True
+    trained_length: int = 0
     digests: dict[str, str] = field(default_factory=dict)
 
 

@@ -71,7 +71,7 @@ def normal(*shape: int, name: str = "x", dtype: torch.dtype = torch.float32) -> 
 
 
 def scheme(name: str = "none", width: int = 8, heads: int = 2, **options: Any) -> PositionScheme:
-    shape = Shape(width, heads, width // heads, CONTEXT, layers=2)
+    shape = Shape(width, heads, width // heads, CONTEXT, 2, CONTEXT, CONTEXT)
     return build_scheme(SCHEMES[name].Config(**options), shape)
 
 
