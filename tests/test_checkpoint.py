@@ -8,6 +8,7 @@ import torch
 from wherelm import checkpoint
 from wherelm.config import load_yaml, run_config, save_yaml
 from wherelm.model.decoder import initialize
+from wherelm.run_folder import STATE
 from wherelm.tokenizer.training import TokenizerConfig, train_tokenizer
 
 
@@ -76,6 +77,15 @@ def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
         saved(tmp_path, seed=1)
     assert torch.equal(checkpoint.load(place).model.head.weight, model.head.weight)
     assert checkpoint.checkpoints(tmp_path) == [place]
+
+
+def test_a_checkpoint_without_its_state_is_passed_over(tmp_path):
+    """As one is that was deleted or copied halfway."""
+    place, _ = saved(tmp_path, 1)
+    later, _ = saved(tmp_path, 2)
+    assert checkpoint.last(tmp_path) == later
+    (later / STATE).unlink()
+    assert checkpoint.last(tmp_path) == place
 
 
 def test_the_best_is_the_one_with_the_lowest_validation_loss(tmp_path):

@@ -80,6 +80,11 @@ def test_a_bucketed_batch_holds_short_and_long_examples():
     assert np.median(ratios) > 2
 
 
+def test_portions_that_fill_a_batch_exactly_share_it():
+    batches = Sampler(np.full(64, 16), MIX * 64, "bucketed", seed=1).batches_of(0)
+    assert [len(batch) for batch in batches] == [MIX * 4] * (16 // MIX)
+
+
 def test_examples_longer_than_a_portion_stand_alone_and_keep_to_the_budget():
     lengths = np.array([900, 700, 600, 40, 30, 20] * 20)
     sampler = Sampler(lengths, 1024, "bucketed", seed=1)
@@ -240,6 +245,13 @@ def test_a_packed_epoch_holds_every_example_once_within_the_budget():
     assert max(lengths[row].sum() for batch in batches for row in batch) <= 128
 
 
+def test_packed_rows_come_in_an_order_that_their_lengths_do_not_tell():
+    """Best fit makes them from the longest example to the shortest."""
+    lengths = many().lengths
+    longest = [lengths[row].max() for rows in packed_sampler(lengths).batches_of(0) for row in rows]
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.15
+
+
 def test_the_state_of_a_packed_sampler_is_seed_epoch_and_position():
     lengths = many(300).lengths
     stream = iter(packed_sampler(lengths))
@@ -294,7 +306,9 @@ def test_packing_leaves_less_padding_than_padded_rows():
 def test_a_fixed_shape_fills_up_with_empty_rows_and_slots_and_changes_nothing_else():
     plain, fixed = collate(STORE, [0, 1], PAD), collate(STORE, [[0], [1]], PAD, shape=(4, 6))
     assert fixed.side == "packed"
-    assert fixed.first == 0
+    # Of one shape whatever is learned first, so that one graph reads all batches.
+    assert collate(STORE, [0], PAD).first == 1
+    assert collate(STORE, [[0]], PAD, shape=(4, 6)).first == 0
     for name in ("tokens_BT", "targets_BT", "key_mask_BT", "loss_mask_BT", "segments_BT"):
         values = getattr(fixed, name)
         assert values.shape == (4, 6)

@@ -83,6 +83,8 @@ def test_one_query_after_all_of_its_keys_and_unpadded_rows_take_no_dense_mask():
         False, None, "no mask (one query after all of its keys)"
     )
     assert visible(None, 9, 9, CPU, "left").causal
+    assert visible(None, 9, 9, CPU, window=9).causal
+    assert not visible(None, 9, 9, CPU, window=8).causal
     assert visible(None, 1, 1, CPU, "left").keys_B1TS is None
 
 

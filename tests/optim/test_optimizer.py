@@ -105,6 +105,22 @@ def test_stacked_muon_equals_one_matrix_at_a_time():
     torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_of_muon_by_hand():
+    """Nesterov's momentum, and a decay that the learning rate scales."""
+    torch.manual_seed(0)
+    start, *gradients = torch.randn(3, 4, 6, dtype=torch.float64)
+    parameter = nn.Parameter(start.clone())
+    optimizer = Muon([{"params": [parameter]}], lr=0.1, momentum=0.9, weight_decay=0.5)
+    average, expected = torch.zeros_like(start), start
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        average = 0.9 * average + 0.1 * gradient
+        update = orthogonalize(0.1 * gradient + 0.9 * average)
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * update * 0.2 * 6**0.5
+    torch.testing.assert_close(parameter.detach(), expected)
+
+
 def test_an_update_of_muon_has_rms_near_two_tenths_of_the_learning_rate():
     parameter = nn.Parameter(torch.zeros(32, 96))
     parameter.grad = torch.randn(32, 96, generator=torch.Generator().manual_seed(1))

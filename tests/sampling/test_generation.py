@@ -129,6 +129,13 @@ def test_filters_follow_each_other_after_the_temperature():
     assert [int((p > 0).sum()) for p in (wide, narrow)] == [3, 2]
 
 
+@pytest.mark.parametrize(("top_p", "tokens"), [(0.95, 2), (0.999, 3), (1.0, 4)])
+def test_top_p_cuts_whatever_lies_below_1(top_p, tokens):
+    logits_BV = logits_of(0.9, 0.06, 0.0395, 0.0005)
+    p_BV = sampling_probabilities(logits_BV, Sampling(temperature=1.0, top_p=top_p))
+    assert int((p_BV > 0).sum()) == tokens
+
+
 def test_draws_are_the_quantiles_and_never_hit_probability_zero():
     p_BV = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(5, 1)
     largest = 1 - 2**-24

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import ragged_store, random_decoder
 from wherelm import checkpoint, pipeline
 from wherelm.batches.batch import collate
 from wherelm.batches.sampler import cut
@@ -323,6 +324,18 @@ def test_accumulated_gradients_do_not_depend_on_how_a_batch_is_cut(tmp_path):
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+def test_the_micro_batches_that_are_accumulated_drop_different_entries(tmp_path):
+    with_dropout = config(tmp_path, model={"dropout": 0.5})
+    model = random_decoder(dropout=0.5).train()
+    batch = collate(ragged_store(), range(4), 0)
+
+    def loss(*micro_batches):
+        return training.accumulate(model, list(micro_batches), with_dropout, 3, nullcontext())
+
+    assert loss(batch) == loss(batch)
+    assert abs(loss(batch, batch) - loss(batch)) > 1e-3
 
 
 def test_the_design_folder_of_a_run_is_described(fit, tmp_path):
