@@ -135,9 +135,10 @@ def explain(error: Exception) -> str:
             accepted = f'install it with pip install -e ".[{EXTRAS[option]}]"'
         return f"{group}={option}: no such option; {accepted}"
     if found := re.match(r"Ambiguous value for argument '([^']*)'", str(error)):
+        key, _, value = found[1].lstrip("+").partition("=")
         return (
-            f"{found[1]}: several values; for a sweep add -m, and for one value that holds commas "
-            "write 'key=\"…\"' or 'key=[…]'"
+            f"{key}={value}: several values; for a sweep add -m, for a list write "
+            f"'{key}=[{value}]', and for one value that holds commas '{key}=\"{value}\"'"
         )
     return " ".join(line.strip() for line in str(error).splitlines())
 
@@ -151,12 +152,18 @@ def open_mappings(arguments: Sequence[str]) -> list[str]:
     return [f"++{a}" if re.match(r"data\.extra[.=]", a) else a for a in emptied]
 
 
+def at_home(argument: str) -> str:
+    """The argument with the homes of its paths, which a shell leaves as ~ behind an equals sign."""
+    return re.sub(r"(?<=[=\[,:\s])~[\w.-]*(?=/)", lambda at: os.path.expanduser(at[0]), argument)
+
+
 def command() -> int:
     # With this set Hydra raises what it would otherwise print over several lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # torch's profiler prints lines of its own below this; it is read when torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
+        sys.argv[1:] = map(at_home, sys.argv[1:])
         if any(argument.startswith(RESUME) for argument in sys.argv[1:]):
             sys.argv[1:] = resume_arguments(sys.argv[1:])
         # Hydra takes -m before the overrides or behind them, but not among them.

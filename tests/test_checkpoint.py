@@ -98,6 +98,12 @@ def test_the_best_is_the_one_with_the_lowest_validation_loss(tmp_path):
     assert names == ["step-00000002", "step-00000004"]
 
 
+def test_a_run_is_found_behind_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place, _ = saved(tmp_path / "run")
+    assert checkpoint.find("~/run", tmp_path) == place
+
+
 def test_finding_takes_a_run_a_checkpoint_or_the_newest_run(tmp_path):
     run = tmp_path / "runs" / "errands" / "now"
     place, _ = saved(run)

@@ -143,3 +143,14 @@ def test_an_empty_mapping_replaces_what_is_there_and_null_is_one():
     }.items():
         assert with_overrides(values, [pair])["data"] == {"extra": expected, "train": "b.jsonl"}
     assert run_config(composed("++data.extra=null")).data.extra == {}
+
+
+def test_a_list_of_paths_survives_saving_and_loading(tmp_path):
+    config = run_config(composed("data.train=[a.txt,b.jsonl]", "++data.extra.mine=[c.txt]"))
+    assert config.data.train == ("a.txt", "b.jsonl")
+    save_yaml(plain(config), tmp_path / "config.yaml")
+    assert run_config(load_yaml(tmp_path / "config.yaml")) == config
+    changed = with_overrides(plain(config), ["data.train=[d.txt]", "data.test=e.txt"])
+    assert run_config(changed).data.paths["train"] == ("d.txt",)
+    with pytest.raises(ValueError, match=r"data\.train=\{'a': 1\}: expected text"):
+        run_config(composed("data.train={a: 1}"))

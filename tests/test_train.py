@@ -203,6 +203,42 @@ def test_an_empty_extra_takes_the_extra_splits_away(nothing):
             assert data.extra == dict(pair.removeprefix("data.extra.").split("=") for pair in more)
 
 
+@pytest.mark.parametrize(
+    ("typed_as", "meant"),
+    [
+        ("data.train=~/a.txt", "data.train=/home/me/a.txt"),
+        ("data.train=[~/a.txt,b.txt,~/c]", "data.train=[/home/me/a.txt,b.txt,/home/me/c]"),
+        ("data.extra={mine: ~/a.txt}", "data.extra={mine: /home/me/a.txt}"),
+        ("resume=~/runs/x", "resume=/home/me/runs/x"),
+        ("tokenizer.path=~/t.json", "tokenizer.path=/home/me/t.json"),
+        ("data.train=a~/b.txt", "data.train=a~/b.txt"),
+        ("~tracking", "~tracking"),
+    ],
+)
+def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, typed_as, meant):
+    import train
+
+    monkeypatch.setenv("HOME", "/home/me")
+    assert train.at_home(typed_as) == meant
+    if "~" not in meant:
+        train.check_grammar([meant])
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.extra.mine"])
+def test_files_with_a_comma_between_are_told_the_list_that_works(tmp_path, key, capfd, monkeypatch):
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", f"{key}=a.txt,b.txt", "--cfg", "job"])
+    assert train.command() == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {key}=a.txt,b.txt: several values; ")
+    assert said.count("\n") == 1
+    assert f"'{key}=[a.txt,b.txt]'" in said
+    monkeypatch.setattr(sys, "argv", ["train.py", f"{key}=[a.txt,b.txt]", "--cfg", "job"])
+    assert train.command() == 0
+    assert "- a.txt\n" in capfd.readouterr().out
+
+
 def test_a_run_is_never_written_over(finished):
     folder, _ = finished
     result = run("training=debug", f"hydra.run.dir='{folder}'")

@@ -211,7 +211,7 @@ def find(path: str | Path | None, root: Path) -> Path:
     Without a path: the best of the newest run below `root`/runs, else the one that is shipped.
     """
     if path is not None:
-        path = Path(path)
+        path = Path(os.path.expanduser(path))
         if (path / WEIGHTS).is_file():
             return path
         if (path / CHECKPOINTS).is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out and len(options.run) > 1:
         parser.error("--out takes the probes of one RUN; leave it out to write into each")
     try:
-        for run in options.run:
-            path = Path(options.out or Path(run) / PROBES)
+        for run in map(os.path.expanduser, options.run):
+            path = Path(os.path.expanduser(options.out) if options.out else Path(run) / PROBES)
             _write(path, _measured(Path(run)))
             print(path)
     except ValueError as error:

@@ -74,7 +74,8 @@ def is_path(word: str) -> bool:
 
 def check(options: argparse.Namespace) -> Path:
     """Where to write; ValueError for options that cannot stand together."""
-    path = Path(options.out or ("lecture.html" if options.lecture else "visualize.html"))
+    default = "lecture.html" if options.lecture else "visualize.html"
+    path = Path(os.path.expanduser(options.out or default))
     endings = (".html",) if options.lecture else (".html", ".png")
     if path.suffix not in endings:
         expected = " or ".join(f"a name that ends in {ending}" for ending in endings)

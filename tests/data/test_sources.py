@@ -4,7 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -43,6 +42,7 @@ def files_of(lines):
     return {
         ".txt": "\n".join(lines).encode(),
         ".jsonl": "\n".join(json.dumps({"text": line}) for line in lines).encode(),
+        ".ndjson": "\n".join(json.dumps({"text": line}) for line in lines).encode(),
         ".json": json.dumps([{"text": line} for line in lines], indent=1).encode(),
         ".csv": ("text,label\r\n" + "".join(f"{quoted(t)},x\r\n" for t in lines)).encode(),
         ".tsv": ("label\ttext\n" + "".join(f"x\t{t}\n" for t in lines)).encode(),
@@ -225,32 +225,6 @@ def test_what_cannot_be_found_is_named_with_its_key(tmp_path, value, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_is_loaded_through_datasets(tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        return datasets.Dataset.from_dict({"text": ["hello", "NA", "", None]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    splits = load(tmp_path, "user/name", ("train", "validation", "more"),
-                  validation="user/name", extra={"more": "user/name:test"})  # fmt: skip
-    assert asked == [("user/name", "train"), ("user/name", "validation"), ("user/name", "test")]
-    assert texts(splits["train"]) == ["hello", "NA"]
-    assert splits["train"].counts["empty"] == 2
-
-
-def test_an_unreachable_hub_is_one_clear_line(tmp_path, monkeypatch):
-    def load_dataset(name, split):
-        raise ConnectionError("no\nnetwork")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        ValueError, match=r"data\.train=user/name: no such file, and .*\(no network\)"
-    ):
-        load(tmp_path, "user/name")
-
-
 def test_validation_is_split_off_by_hash_so_that_duplicates_stay_together(tmp_path):
     lines = [f"message {n % 700}" for n in range(2100)]
     (tmp_path / "data.txt").write_text("\n".join(lines))
@@ -324,7 +298,7 @@ def test_a_stream_is_one_text_whose_end_is_validation(tmp_path):
 def test_examples_come_from_the_cache_until_the_file_changes(tmp_path, monkeypatch):
     (tmp_path / "data.txt").write_text("a\n\xff\n", "latin-1")
     first = load(tmp_path, "data.txt", cache="cache")["train"]
-    monkeypatch.setattr("wherelm.data.sources.read_rows", None)
+    monkeypatch.setattr("wherelm.data.files.read_rows", None)
     again = load(tmp_path, "data.txt", cache="cache")["train"]
     assert texts(again) == texts(first) == ["a"]
     assert again.counts == first.counts

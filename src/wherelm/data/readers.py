@@ -22,13 +22,31 @@ def read_rows(name: str, path: Path, format: str = "messages") -> Rows:
 
     ValueError if the file as a whole cannot be read.
     """
-    reader = readers(format)[suffix(path)]
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rb") as file:
-            yield from reader(file)
+            yield from _rows(name, file, suffix(path) or ".txt", format)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{name}: cannot be read ({error})") from error
+
+
+def read_bytes(name: str, content: bytes, kind: str, format: str) -> Rows:
+    """As `read_rows`, of what is no file, read as a file that ends in `kind`."""
+    yield from _rows(name, io.BytesIO(content), kind, format)
+
+
+def kind_of(content: bytes) -> str:
+    """.jsonl for what begins with an object on one line, else .txt."""
+    first = content.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
+    try:
+        return ".jsonl" if isinstance(json.loads(first), dict) else ".txt"
+    except (ValueError, RecursionError):
+        return ".txt"
+
+
+def _rows(name: str, file: BinaryIO, kind: str, format: str) -> Rows:
+    try:
+        yield from readers(format)[kind](file)
     except UnreadableFile as error:
         raise ValueError(f"{name}{error}") from error
 
@@ -140,6 +158,7 @@ def _parquet_rows(file: BinaryIO) -> Rows:
 READERS: dict[str, Callable[[BinaryIO], Rows]] = {
     ".txt": _text_rows,
     ".jsonl": _json_line_rows,
+    ".ndjson": _json_line_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".tsv": _tsv_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,13 @@ def row_prompt(row: Any, raw: bool) -> Prompt:
 
 def file_prompts(path: Path, raw: bool) -> Iterator[Prompt]:
     """The prompts of a file; ValueError names file and line."""
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise ValueError(f"--file {path}: no such file")
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in numbered_lines(lines, str(path)):
             try:
-                if path.suffix.lower() == ".jsonl":
+                if path.suffix.lower() in (".jsonl", ".ndjson"):
                     yield row_prompt(json.loads(line), raw)
                 else:
                     yield text_prompt(line, raw)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
         """From a tokenizer.json; ValueError if there is none, or one that cannot serve."""
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         if not path.is_file():
             raise ValueError(f"{path}: no such file; expected a tokenizer.json (tokenizer.path=…)")
         try:

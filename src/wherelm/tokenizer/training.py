@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def build_tokenizer(config: TokenizerConfig, examples: Examples, root: Path) -> 
     directory, else from `root`.
     """
     if config.kind == "file":
-        path = Path(config.path).expanduser()
+        path = Path(os.path.expanduser(config.path))
         here = path.is_file() or not (root / path).is_file()
         return Tokenizer.load(path if here else root / path)
 
