@@ -457,3 +457,14 @@ def test_a_closed_pipe_is_quiet():
     _, errors = process.communicate(timeout=30)
     assert errors == b""
     assert process.returncode == 0
+
+
+def test_every_command_tells_the_version(capsys):
+    import sample
+    from wherelm import evaluate, probes, visualize
+
+    for command in (sample, evaluate, probes, visualize):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(["--version"])
+        assert stopped.value.code in (0, None)
+        assert re.fullmatch(r"wherelm \d+\.\d+\.\d+\n", capsys.readouterr().out)
