@@ -153,7 +153,12 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     from wherelm.sampling.drawing import Sampling
 
     names = [field.name for field in fields(Sampling)]
-    return Sampling(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    try:
+        return Sampling(**given)
+    except ValueError as error:  # NAME=VALUE: why
+        name, _, rest = str(error).partition("=")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from error
 
 
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from wherelm import checkpoint
 from wherelm.config import load_yaml, run_config, save_yaml
@@ -42,6 +44,43 @@ def saved(folder, step=1, loss=1.0, tied=False, scheme="learned", seed=0):
     state = {"step": step, "share": 1.0, "validation_loss": loss}
     checkpoint.save(place, model, tokenizer, settings, state, {"a.b": torch.ones(2)})
     return place, model
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_of_a_wrapped_model_load_where_every_name_has_its_prefix(tmp_path, prefix):
+    place, model = saved(tmp_path)
+    path = place / "model.safetensors"
+    weights = load_file(path)
+    save_file({prefix + name: tensor for name, tensor in weights.items()}, path)
+    tokens, positions = torch.randint(0, 200, (2, 9)), torch.arange(9)[None]
+    assert torch.equal(checkpoint.load(place).model(tokens, positions), model(tokens, positions))
+    first, *others = weights
+    mixed = {prefix + first: weights[first]} | {name: weights[name] for name in others}
+    save_file(mixed, path)
+    wanted = rf"{re.escape(prefix + first)} was saved .* save the state_dict of the inner one"
+    with pytest.raises(ValueError, match=wanted):
+        checkpoint.load(place)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "write_json"])
+def test_a_save_that_fails_names_its_place_and_leaves_the_checkpoint_before_it(
+    tmp_path, monkeypatch, failing
+):
+    before, _ = saved(tmp_path)
+    files = {path: path.read_bytes() for path in before.iterdir()}
+
+    def full(*arguments):
+        if failing == "save_file":
+            raise SafetensorError("No space left on device (os error 28)")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, failing, full)
+    with pytest.raises(OSError, match=r"cannot be saved \(No space left on device") as error:
+        saved(tmp_path, step=2)
+    assert error.value.filename == str(tmp_path / "checkpoints" / "step-00000002")
+    assert list((tmp_path / "checkpoints").iterdir()) == [before]
+    assert {path: path.read_bytes() for path in before.iterdir()} == files
+    checkpoint.load(before)
 
 
 @pytest.mark.parametrize("tied", [False, True])

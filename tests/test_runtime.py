@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wherelm import runtime
 from wherelm.runtime import (
     autocast,
     choose_device,
@@ -74,3 +75,12 @@ def test_the_peak_of_memory_is_that_of_the_present_job_alone():
 
     assert peak_with(200) == pytest.approx(200, abs=10)
     assert peak_with(100) == pytest.approx(100, abs=10)
+
+
+def test_more_threads_than_a_machine_can_start_are_refused(monkeypatch):
+    for cores, most in ((2, 64), (128, 512)):
+        monkeypatch.setattr(runtime.os, "cpu_count", lambda cores=cores: cores)
+        assert runtime.choose_threads(most) == most
+        with pytest.raises(ValueError, match=f"at most {most} on this machine of {cores} cores"):
+            runtime.choose_threads(most + 1)
+    assert runtime.choose_threads(None) == torch.get_num_threads()

@@ -105,16 +105,16 @@ def test_help_answers_before_torch_is_imported_and_gives_the_defaults_of_samplin
     [
         (["--temperature", "hot", "hi"], "temperature"),
         (["--temperature", "-1", "hi"], "temperature"),
-        (["--top-k", "0", "hi"], "top_k"),
-        (["--top-p", "2", "hi"], "top_p"),
-        (["--max-tokens", "0", "hi"], "max_tokens"),
+        (["--top-k", "0", "hi"], "--top-k"),
+        (["--top-p", "2", "hi"], "--top-p"),
+        (["--max-tokens", "0", "hi"], "--max-tokens"),
         (["--num", "0", "hi"], "--num"),
         (["--num", "2", "--greedy", "hi"], "--num"),
         (["--greedy", "--top-k", "3", "hi"], "--top-k"),
         (["--temperature", "0", "--top-k", "3", "hi"], "--top-k"),
         (["--temperature", "0", "--num", "2", "hi"], "--num"),
-        (["--max-tokens", "2000000", "hi"], "max_tokens"),
-        (["--repetition-penalty", "1e-40", "hi"], "repetition_penalty"),
+        (["--max-tokens", "2000000", "hi"], "--max-tokens"),
+        (["--repetition-penalty", "1e-40", "hi"], "--repetition-penalty"),
         (["--stop", "", "hi"], "--stop"),
         (["--raw", "--system", "Be brief.", "hi"], "--system"),
         (["--wrong", "hi"], "--wrong"),
@@ -470,3 +470,14 @@ def test_a_closed_pipe_is_quiet():
     _, errors = process.communicate(timeout=30)
     assert errors == b""
     assert process.returncode == 0
+
+
+def test_every_command_tells_the_version(capsys):
+    import sample
+    from wherelm import evaluate, probes, visualize
+
+    for command in (sample, evaluate, probes, visualize):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(["--version"])
+        assert stopped.value.code in (0, None)
+        assert re.fullmatch(r"wherelm \d+\.\d+\.\d+\n", capsys.readouterr().out)

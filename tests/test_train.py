@@ -1,7 +1,9 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from wherelm import run_folder
 from wherelm.config import typed
 from wherelm.data.sources import DataConfig
 from wherelm.schemes import SCHEMES
@@ -59,6 +62,16 @@ WRONG = {
     "model": "model: expected key=value",
     "=3": "=3: expected key=value",
     "~name": "~name: expected key=value",
+    "learning_rate=1": "learning_rate: no such key; did you mean optimizer.learning_rate?",
+    "steps=5": "steps: no such key; did you mean training.steps?",
+    "optimizer.lr=1": "optimizer.lr: no such key; did you mean optimizer.learning_rate?",
+    "lr=1": "lr: no such key; did you mean optimizer.learning_rate?",
+    "batch_size=8": "batch_size: no such key; did you mean training.batch_tokens?",
+    "training.threads=100000": "training.threads=100000: expected at most",
+    "--resume": "--resume: no such option; write resume=RUN",
+    "--foo": "--foo: no such option; write key=value or group=option",
+    "--learning-rate=3": "--learning-rate=3: no such option; write optimizer.learning_rate=…",
+    "--vers": "--vers: no such option",
 }
 
 
@@ -77,7 +90,7 @@ def run(*arguments, cwd=ROOT, timeout=120):
 def test_a_wrong_override_is_one_line_that_names_it(override, tmp_path, capsys, monkeypatch):
     import train
 
-    folder = tmp_path / "run"
+    folder = tmp_path / "of" / "run"
     monkeypatch.setattr(sys, "argv", ["train.py", override, f"hydra.run.dir={folder}"])
     with pytest.raises(SystemExit) as stopped:
         sys.exit(train.command())
@@ -85,7 +98,7 @@ def test_a_wrong_override_is_one_line_that_names_it(override, tmp_path, capsys, 
     assert stopped.value.code == 2
     assert error.startswith(f"error: {WRONG[override]}") or f" {WRONG[override]}" in error
     assert error.count("\n") == 1
-    assert not (folder / "metrics.jsonl").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +183,80 @@ def test_resuming_refuses_overrides_that_differ_and_accepts_those_that_do_not(fi
             train.resume_arguments([f"resume={folder}", more])
     arguments = train.resume_arguments([f"resume={folder}", "seed=0"])
     assert arguments == ["resume=true", f"hydra.run.dir='{folder}'"]
+
+
+def test_resuming_compares_whole_groups_and_takes_another_length(finished):
+    import train
+
+    folder, _ = finished
+    own = ["resume=true", f"hydra.run.dir='{folder}'"]
+    same = ("position=rope", "training=debug", "optimizer=muon")
+    assert train.resume_arguments([f"resume={folder}", *same]) == own
+    for group in ("position=alibi", "training=default", "model=gpt2"):
+        with pytest.raises(ValueError, match=rf"{group}: differs .* is .* there, not "):
+            train.resume_arguments([f"resume={folder}", group])
+    for more in (["position=rope", "position.base=5"], ["position.base=5"]):
+        with pytest.raises(ValueError, match=r"position.*: differs from the run's own"):
+            train.resume_arguments([f"resume={folder}", *more])
+    longer = ["training=debug", "training.steps=60"]
+    assert train.resume_arguments([f"resume={folder}", *longer]) == [*own, "training.steps=60"]
+    with pytest.raises(ValueError, match=r"training\.tokens=60: differs from the run's own"):
+        train.resume_arguments([f"resume={folder}", "training.tokens=60"])
+
+
+def test_a_checkpoint_that_is_there_is_resumed_or_the_newest_is_named(finished, tmp_path):
+    import train
+
+    folder, _ = finished
+    newest = folder / "checkpoints" / "step-00000030"
+    arguments = train.resume_arguments([f"resume={newest}/"])
+    assert arguments == ["resume=true", f"hydra.run.dir='{folder}'"]
+    older = shutil.copytree(newest, newest.with_name("step-00000007"))
+    try:
+        with pytest.raises(ValueError, match=r"goes on from its newest checkpoint, which is .*30;"):
+            train.resume_arguments([f"resume={older}"])
+    finally:
+        shutil.rmtree(older)
+    alone = shutil.copytree(newest, tmp_path / "alone")
+    with pytest.raises(ValueError, match="a checkpoint outside of its run"):
+        train.resume_arguments([f"resume={alone}"])
+
+
+def test_a_run_ends_with_the_commands_that_come_next(finished):
+    folder, result = finished
+    *_, sample, look, compare = result.stdout.splitlines()
+    assert sample == f'sample it:   python sample.py --run {folder} "…"'
+    assert look == f'look at it:  python -m wherelm.visualize {folder} "…"'
+    assert compare == f"compare it:  python -m wherelm.evaluate {folder}"
+    assert "s here, until " in result.stdout
+
+
+def test_a_refused_command_leaves_what_was_there_and_a_held_folder_alone(finished, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    result = run("training.threads=100000", f"hydra.run.dir='{own / 'a' / 'b'}'")
+    assert result.returncode == 2
+    assert list(own.iterdir()) == []
+    folder, _ = finished
+    before = sorted(folder.rglob("*"))
+    run_folder.hold(folder)
+    try:
+        for arguments in ([f"resume={folder}"], ["training=debug", f"hydra.run.dir='{folder}'"]):
+            result = run(*arguments)
+            assert result.returncode == 2
+            assert result.stderr.count("\n") == 1
+            assert f"process {os.getpid()} on " in result.stderr
+    finally:
+        run_folder.release(folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_train_tells_the_version_of_the_project(monkeypatch, capsys):
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--version"])
+    assert train.command() == 0
+    assert capsys.readouterr().out == f"wherelm {metadata.version('wherelm')}\n"
 
 
 def test_a_finished_run_says_that_nothing_is_left_to_do(finished):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from wherelm.command_line import quoted
 
@@ -54,16 +54,17 @@ class AblationSweeper(BasicSweeper):
         from wherelm.ablation import plan
         from wherelm.ablation.progress import Progress
         from wherelm.config import typed
+        from wherelm.run_folder import claim
 
         values = OmegaConf.to_container(self.config.ablation)
         settings = typed(plan.AblationConfig, values, "ablation")
         # The folder's name may hold `${hydra:…}`, which reads this.
         HydraConfig.instance().set_config(self.config)
-        self.folder = Path(str(self.config.hydra.sweep.dir)).resolve()
+        place = Path(str(self.config.hydra.sweep.dir)).resolve()
         arms = self.arms(arguments, settings)
         for line in settings.warnings():
             print(f"warning: {line}", file=sys.stderr)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = claim(place, given(self.config, "hydra.sweep.dir"))
         state.go(self.folder)
         tuned = settings.tune * settings.learning_rates * settings.tuning_seeds
         self.progress = Progress(len(arms) * (tuned + settings.seeds))
@@ -319,6 +320,12 @@ class AblationSweeper(BasicSweeper):
             )
             return 1
         return 0
+
+
+def given(config: DictConfig, key: str) -> str | None:
+    """What the command line gave this key of Hydra's, as it was typed; None where it did not."""
+    typed = [pair for pair in config.hydra.overrides.hydra if pair.startswith(f"{key}=")]
+    return typed[-1] if typed else None
 
 
 def children() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -30,6 +31,8 @@ from wherelm.schemes import build_scheme
 from wherelm.tokenizer.tokenizer import Tokenizer
 
 REREAD = ("data", "evaluation", "position", "model")  # groups that matter to trained weights
+# Where torch's parallel and compiled models hold the model that they wrap.
+WRAPPERS = ("module", "_orig_mod")
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,31 @@ def save(
     state: Mapping[str, Any],
     optimizer: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes the folder beside its place and renames it: it is there whole or not at all."""
+    """Writes the folder beside its place and renames it: it is there whole or not at all.
+
+    OSError, which names it, where that fails, as on a full disk; other checkpoints stay as they
+    were.
+    """
     part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     # Parameters are listed once each, so a tied head, which safetensors refuses, is left out.
     weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    save_file(weights, part / WEIGHTS)
-    if optimizer is not None:
-        save_file({name: t.cpu().contiguous() for name, t in optimizer.items()}, part / OPTIMIZER)
-    tokenizer.save(part / TOKENIZER)
-    save_yaml(plain(config), part / CONFIG)
-    write_json(part / STATE, state)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file(weights, part / WEIGHTS)
+        if optimizer is not None:
+            tensors = {name: t.cpu().contiguous() for name, t in optimizer.items()}
+            save_file(tensors, part / OPTIMIZER)
+        tokenizer.save(part / TOKENIZER)
+        save_yaml(plain(config), part / CONFIG)
+        write_json(part / STATE, state)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        cause = getattr(error, "strerror", None) or error
+        why = f"cannot be saved ({cause}); the checkpoints before it are whole"
+        raise OSError(getattr(error, "errno", None) or errno.EIO, why, str(folder)) from error
 
 
 def load(folder: Path) -> Loaded:
@@ -140,7 +154,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def load_weights(model: Decoder, folder: Path) -> None:
     place = folder / WEIGHTS
-    _fill(model, _tensors(place), str(place), "take both from one checkpoint")
+    weights = _unwrapped(_tensors(place))
+    if wrapped := [name for name in weights if set(name.split(".")) & set(WRAPPERS)]:
+        raise ValueError(
+            f"{place}: {wrapped[0]} was saved from a model inside another; save the state_dict of "
+            "the inner one (its .module, or ._orig_mod)"
+        )
+    _fill(model, weights, str(place), "take both from one checkpoint")
+
+
+def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what torch's parallel and compiled models put before the name of every weight."""
+    for prefix in WRAPPERS:
+        if weights and all(name.startswith(f"{prefix}.") for name in weights):
+            return _unwrapped({name.removeprefix(f"{prefix}."): t for name, t in weights.items()})
+    return weights
 
 
 def _fill(model: Decoder, weights: Mapping[str, Tensor], place: str, fix: str) -> None:

@@ -23,6 +23,7 @@ from wherelm.schemes import SCHEMES
 from wherelm.schemes.base import PositionScheme
 from wherelm.tokenizer.training import TokenizerConfig
 
+LENGTHS = ("steps", "epochs", "tokens")  # of training: one of them is given
 NAME = re.compile(r"(?!\.{1,2}$)[^/\\]+")
 
 
@@ -50,7 +51,7 @@ class TrainingConfig:
     show_batch: bool = False
 
     def __post_init__(self):
-        lengths = {key: getattr(self, key) for key in ("steps", "epochs", "tokens")}
+        lengths = {key: getattr(self, key) for key in LENGTHS}
         given = {key: value for key, value in lengths.items() if value is not None}
         if len(given) != 1:
             shown = ", ".join(f"training.{key}={given.get(key, 'null')}" for key in lengths)
@@ -182,15 +183,52 @@ def typed(kind: type, values: Any, path: str) -> Any:
     return kind(**given)
 
 
+# What other projects call our keys.
+ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "batch_size": "training.batch_tokens",
+    "max_steps": "training.steps",
+    "iterations": "training.steps",
+    "num_epochs": "training.epochs",
+    "block_size": "model.context",
+    "context_length": "model.context",
+    "max_length": "model.context",
+    "num_layers": "model.layers",
+    "n_layer": "model.layers",
+    "num_heads": "model.heads",
+    "n_head": "model.heads",
+    "d_model": "model.width",
+    "hidden_size": "model.width",
+}
+
+
 def unknown_key(key: str, accepted: Sequence[str]) -> str:
     """The one line that answers a key that does not exist."""
     *groups, last = key.split(".")
     if not accepted:
         return f"{key}: no such key, for {'.'.join(groups)} is a value and has none"
     near = difflib.get_close_matches(last, accepted, n=1)
-    guess = f"; did you mean {'.'.join([*groups, near[0]])}?" if near else ""
+    elsewhere = [place for place in places(last) if place != key]
+    meant = elsewhere or [".".join([*groups, word]) for word in near]
+    guess = f"; did you mean {' or '.join(meant)}?" if meant else ""
     where = ".".join(groups) or "the configuration"
     return f"{key}: no such key{guess} (keys of {where}: {', '.join(accepted)})"
+
+
+def places(word: str) -> list[str]:
+    """The full names of the keys that are called so in any group, or by other projects.
+
+    None for `name`, which group=option chooses.
+    """
+    if word in ALIASES or word == "name":
+        return [ALIASES[word]] if word in ALIASES else []
+    found = []
+    for group, hint in typing.get_type_hints(RunConfig).items():
+        kinds = (_kinds(hint) or {group: hint}).values()
+        if any(word in typing.get_type_hints(kind) for kind in kinds):
+            found.append(f"{group}.{word}")
+    return found
 
 
 def _kinds(hint: Any) -> dict[str, type] | None:

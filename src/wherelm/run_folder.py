@@ -7,8 +7,14 @@ Shapes: N examples.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
+import os
+import socket
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +26,7 @@ LEDGER, METRICS, SUMMARY, LOG = "ledger.json", "metrics.jsonl", "summary.json", 
 SAMPLES, CURVE, BREAKDOWNS, PROBES = "samples.txt", "curve.png", "breakdowns.json", "probes.json"
 PROFILE, TRACE = "profile.txt", "trace.json.gz"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"  # there while a process writes
 # The files of a checkpoint beside CONFIG and TOKENIZER.
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -125,3 +132,96 @@ def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoint folders of a run, oldest first."""
     found = (run / CHECKPOINTS).glob("step-*")
     return sorted(path for path in found if (path / STATE).is_file())
+
+
+# The folders that this process writes into: the open lock of each, and what was made for it.
+_held: dict[Path, tuple[int, list[Path]]] = {}
+
+
+def claim(place: Path, given: str | None) -> Path:
+    """Holds `place`; where nobody gave it by name, the first of PLACE, PLACE-2, … that is unused.
+
+    ValueError, which begins with what was `given`, where another process writes there.
+    """
+    for number in itertools.count(1):
+        free = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        if given is None and free.exists() and any(free.iterdir()):
+            continue
+        try:
+            hold(free)
+        except BlockingIOError as error:
+            if given is not None:
+                raise ValueError(f"{given}: {error.strerror}") from error
+            continue
+        return free
+    raise AssertionError("numbers do not end")
+
+
+def hold(folder: Path) -> None:
+    """Makes the folder where it is missing, and locks it to this process until `release`.
+
+    The system itself unlocks it when the process ends, however it ends. BlockingIOError where
+    another process holds it, which is named.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(file)
+        except BlockingIOError:
+            note = os.read(file, 1000).decode() or "another process"
+            os.close(file)
+            why = f"{note} writes there; wait until it has ended"
+            raise BlockingIOError(errno.EAGAIN, why) from None
+        # Whoever held it before may have deleted it in between: then it locks nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
+                break
+        os.close(file)
+    now = datetime.now().isoformat(" ", "seconds")
+    note = f"process {os.getpid()} on {socket.gethostname()}, there since {now},"
+    os.truncate(file, 0)
+    os.write(file, note.encode())
+    _held[folder] = file, missing
+
+
+def release(*folders: Path) -> None:
+    """Unlocks the folders that this process holds, or these of them.
+
+    One that was made for it, and in which no run has begun, is deleted again.
+    """
+    for folder in folders or tuple(_held):
+        file, missing = _held.pop(folder)
+        if folder in missing and not (folder / CONFIG).exists():
+            with contextlib.suppress(OSError):
+                (folder / LOG).unlink()
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+        os.close(file)
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for path in missing:
+                path.rmdir()
+
+
+def _lock(file: int) -> None:
+    """Locks an open file; BlockingIOError where another process has, nothing where none can."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            os.lseek(file, 1 << 20, os.SEEK_SET)  # behind the note, which others read
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError from error
+        finally:
+            os.lseek(file, 0, os.SEEK_SET)
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        return

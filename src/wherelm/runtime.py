@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cuda", "mps", "cpu")
+MOST_THREADS = 64  # on a small machine; on others four a core
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,6 +48,18 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     units = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return device.type == "cpu" and any(getattr(torch.cpu, unit, bool)() for unit in units)
+
+
+def choose_threads(asked: int | None) -> int:
+    """As many as asked for, else as torch takes; ValueError for more than a machine can start."""
+    cores = os.cpu_count() or 1
+    most = max(MOST_THREADS, 4 * cores)
+    if asked is not None and asked > most:
+        raise ValueError(
+            f"training.threads={asked}: expected at most {most} on this machine of {cores} cores; "
+            "more threads than cores are slower"
+        )
+    return asked or torch.get_num_threads()
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:

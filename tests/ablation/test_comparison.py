@@ -145,7 +145,22 @@ def test_equal_time_is_where_the_faster_ended(tmp_path):
     assert comparison.at_equal_time(slow, fast, "validation.loss") is None
     found = comparison.compare([slow, fast], "validation.loss", "rope")
     assert found.equal_time == []
-    assert "evaluated too late" in tables.table(found, [slow, fast])
+
+
+def test_a_sweep_without_a_verdict_at_equal_time_does_not_speak_of_it(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+    found = comparison.compare(jobs, "validation.loss", "rope")
+    assert any(d.paired for d in found.equal_time)
+    text = tables.table(found, jobs)
+    assert "equal time" in text
+    assert "evaluated too late" not in text
+    (late,) = (job for job in jobs if (job.arm.label, job.seed) == ("alibi", 0))
+    write_metrics(late, [(s, 9.0) for s in range(1, 5)], [(4, 1.0)])
+    some = comparison.compare(jobs, "validation.loss", "rope")
+    assert 0 < len(some.equal_time) < len(some.equal_tokens)
+    assert "evaluated too late" in tables.table(some, jobs)
+    few = [job for job in jobs if job.seed < 2]
+    assert "equal time" not in tables.table(comparison.compare(few, "validation.loss", "rope"), few)
 
 
 def test_examples_are_bootstrapped_where_all_runs_scored_the_same_ones(tmp_path):

@@ -222,7 +222,28 @@ def test_a_wrong_override_of_a_sweep_is_one_line_before_anything_is_trained(
     assert stopped.value.code == 2
     assert error.startswith(f"error: {WRONG[override]}")
     assert error.count("\n") == 1
-    assert not list(sweep.glob("*"))
+    assert not sweep.exists()
+
+
+def test_a_sweep_in_a_folder_that_another_one_holds_is_one_line(tmp_path, capsys, monkeypatch):
+    import train
+    from wherelm import run_folder
+
+    sweep = tmp_path / "sweep"
+    arguments = [*data(tmp_path), *TINY, "position=rope,none", f"hydra.sweep.dir='{sweep}'"]
+    run_folder.hold(sweep)
+    file, made = run_folder._held.pop(sweep)
+    try:
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", *arguments])
+        assert train.command() == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: hydra.sweep.dir='{sweep}': process {os.getpid()} on ")
+        assert error.count("\n") == 1
+        assert [path.name for path in sweep.iterdir()] == [".lock"]
+    finally:
+        run_folder._held[sweep] = file, made
+        run_folder.release(sweep)
+    assert not sweep.exists()
 
 
 def test_a_sweep_needs_no_folder_and_names_arms_by_what_varies(capsys, monkeypatch):

@@ -382,26 +382,27 @@ def test_generating_gives_the_model_its_mode_back():
     assert not torch.is_inference_mode_enabled()
 
 
-def test_samples_show_prompts_and_greedy_replies_of_a_conversation():
+def test_samples_show_who_speaks_and_greedy_replies():
     from wherelm.batches.store import TokenStore
 
+    names = {1: "<BOS>", 2: "<EOS>", 3: "<USER>", 4: "<ASSISTANT>", 5: "<SYSTEM>"}
+
     class Tokenizer:
-        assistant, eos = 4, END
+        assistant, eos, control_name = 4, END, staticmethod(names.get)
 
         def decode(self, ids):
             return " ".join(map(str, ids))
 
-        def control_name(self, token):
-            return "<CONTROL>" if token < 6 else None
-
     model = random_decoder(context=16)
-    ids = [1, 3, 9, 4, 11, 2, 3, 12, 4, 10, 2]
-    store = TokenStore.from_lists([(ids, [True] * len(ids)), (ids[:6], [True] * 6)])
-    prompts = [ids[:9], ids[:4]]
+    ids = [1, 5, 7, 3, 9, 4, 11, 2, 3, 12, 4, 10, 2]
+    text = [1, *range(6, 14), 2]
+    examples = [ids, ids[3:8], text]
+    store = TokenStore.from_lists([(tokens, [True] * len(tokens)) for tokens in examples])
+    prompts = [ids[:11], ids[3:6], text[:3]]
     replies = generate(model, prompts, Sampling(greedy=True, max_tokens=8), END)
-    shown = ["> 9\n> 11\n> 12", "> 9"]
+    shown = ["system: 7\nuser: 9\nassistant: 11\nuser: 12\nassistant: ", "user: 9\nassistant: "]
     expected = "\n".join(
-        f"{prompt}\n{' '.join(map(str, reply.tokens))}\n"
-        for prompt, reply in zip(shown, replies, strict=True)
+        f"{prompt}{' '.join(map(str, reply.tokens))}\n"
+        for prompt, reply in zip([*shown, "> 6 7\n"], replies, strict=True)
     )
     assert write_samples(model, Tokenizer(), store) == expected

@@ -1,5 +1,6 @@
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,16 @@ def test_every_line_is_one_object_and_there_at_once(tmp_path):
     tracker = Tracker(tmp_path, config())
     tracker.write(step=1, loss=2.0)
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.0}
+    tracker.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_an_error_that_names_the_file_and_is_not_met_again(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = Tracker(tmp_path, config())
+    with pytest.raises(OSError, match="No space left on device") as error:
+        tracker.write(step=1, loss=2.0)
+    assert error.value.filename == str(tmp_path / "metrics.jsonl")
     tracker.close()
 
 

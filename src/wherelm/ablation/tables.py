@@ -36,14 +36,8 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
         lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{tested}")
     if warning := saturation(complete, metric):
         lines.append(warning)
-    lines += ["", f"{'equal time':{width}}{comparison.time_metric:34}{TESTED}"]
-    lines += [
-        f"{d.arm:{width}}{'':34}{_tested(d, comparison.time_metric)}" for d in comparison.equal_time
-    ]
-    if len(comparison.equal_time) < len(comparison.equal_tokens):
-        lines.append("no figure at equal time where a run was evaluated too late: evaluation.every")
-    if comparison.equal_time:
-        lines.append("(the slower is read before its schedule ended, which favours the faster)")
+    if any(d.paired for d in comparison.equal_time):
+        lines += _equal_time(comparison, width)
     lines += [
         "",
         f"{'the same':{width}}{'unpaired 95 %':>24}{'r of pairs':>12}{'examples 95 %':>24}",
@@ -55,6 +49,16 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
     for arm, seeds in comparison.unpaired_seeds.items():
         lines.append(f"{arm}: seeds {seeds} had other data than {baseline} and are not compared")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _equal_time(comparison: Comparison, width: int) -> list[str]:
+    lines = ["", f"{'equal time':{width}}{comparison.time_metric:34}{TESTED}"]
+    lines += [
+        f"{d.arm:{width}}{'':34}{_tested(d, comparison.time_metric)}" for d in comparison.equal_time
+    ]
+    if len(comparison.equal_time) < len(comparison.equal_tokens):
+        lines.append("no figure at equal time where a run was evaluated too late: evaluation.every")
+    return [*lines, "(the slower is read before its schedule ended, which favours the faster)"]
 
 
 def _range(interval: Interval | None) -> str:

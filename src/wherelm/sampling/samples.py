@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wherelm.batches.store import TokenStore
+from wherelm.data.messages import ROLES
 from wherelm.model.decoder import Decoder
 from wherelm.sampling.drawing import Sampling
 from wherelm.sampling.generation import generate
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_samples(model: Decoder, tokenizer: Tokenizer, store: TokenStore, count: int = 3) -> str:
-    """Greedy replies to `count` examples of a store, each below its prompt, as text.
+    """Greedy replies to `count` examples of a store, each behind its prompt, as text.
 
     A conversation is cut before its last reply, a plain text after a third of it.
     """
@@ -30,17 +31,23 @@ def write_samples(model: Decoder, tokenizer: Tokenizer, store: TokenStore, count
     sampling = Sampling(greedy=True, max_tokens=max(1, model.config.context // 2))
     replies = generate(model, prompts, sampling, tokenizer.eos)
     return "\n".join(
-        f"{_turns(prompt, tokenizer)}\n{tokenizer.decode(reply.tokens)}\n"
+        f"{_turns(prompt, tokenizer)}{tokenizer.decode(reply.tokens)}\n"
         for prompt, reply in zip(prompts, replies, strict=True)
     )
 
 
 def _turns(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
-    """A prompt as text, a line a turn: the control tokens stand between them."""
-    turns: list[list[int]] = [[]]
+    """A prompt as text, a line a turn after the name of who speaks: the reply's stands there too.
+
+    A plain text, in which nobody speaks, is a line of its own.
+    """
+    turns: list[tuple[str, list[int]]] = [("", [])]
     for token in prompt:
-        if tokenizer.control_name(token) is None:
-            turns[-1].append(token)
-        elif turns[-1]:
-            turns.append([])
-    return "\n".join(f"> {tokenizer.decode(turn)}" for turn in turns if turn)
+        name = tokenizer.control_name(token)
+        if name is None:
+            turns[-1][1].append(token)
+        else:
+            turns.append((name.strip("<>").lower(), []))
+    spoken = [f"{role}: {tokenizer.decode(turn)}" for role, turn in turns if role in ROLES]
+    texts = [f"> {tokenizer.decode(turn)}\n" for role, turn in turns if turn]
+    return "\n".join(spoken) or "".join(texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 from pathlib import Path
@@ -18,7 +17,6 @@ from wherelm.run_folder import (
     CONFIG,
     ENVIRONMENT,
     LEDGER,
-    METRICS,
     SUMMARY,
     TOKENIZER,
     write_json,
@@ -27,21 +25,6 @@ from wherelm.schemes.base import PositionScheme
 from wherelm.training.steps import micro_shape
 
 log = logging.getLogger(__name__)
-
-
-def check_folder(folder: Path, resume: bool) -> None:
-    """ValueError where a run would be written over, or has nothing left to do."""
-    if not resume and (folder / METRICS).exists():
-        raise ValueError(
-            f"{folder}: holds a run already; go on with resume={folder}, or give another folder"
-        )
-    if resume and (folder / SUMMARY).exists():
-        try:
-            summary = json.loads((folder / SUMMARY).read_text())
-        except ValueError as error:
-            raise ValueError(f"{folder / SUMMARY}: damaged ({error}); delete it") from error
-        if summary.get("status") == "complete":
-            raise ValueError(f"{folder}: this run is complete, with {summary['step']} steps")
 
 
 def idle_settings(config: RunConfig, scheme: PositionScheme) -> list[str]:
@@ -73,6 +56,7 @@ def describe(
     """Writes config, tokeniser, ledger and environment, and logs what will be trained on what."""
     ledger = full_ledger(data.ledger, data.stores, sampler, *micro_shape(config))
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
     save_yaml(plain(config), folder / CONFIG)
     data.tokenizer.save(folder / TOKENIZER)
     write_json(folder / LEDGER, ledger)

@@ -20,9 +20,11 @@ from wherelm.model.decoder import Decoder, initialize
 from wherelm.optim.optimizer import Optimizer
 from wherelm.run_folder import PROFILE, SAMPLES, checkpoint_folder
 from wherelm.sampling.samples import write_samples
-from wherelm.training.description import check_folder, describe
+from wherelm.training.description import describe
+from wherelm.training.forecast import Forecast
 from wherelm.training.measuring import costs, measure, summarize, watch
 from wherelm.training.profiling import OTHER, Profile
+from wherelm.training.resuming import check_new, resumed_from
 from wherelm.training.steps import State, accumulate, chained_hash, collated, counted, share_done
 from wherelm.training.tracking import Tracker, draw_curve
 
@@ -32,16 +34,15 @@ log = logging.getLogger(__name__)
 def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> dict[str, Any]:
     """Trains into the run folder and returns what is written to its summary.json."""
     started = time.perf_counter()
-    check_folder(folder, resume)
+    last = resumed_from(folder, config) if resume else check_new(folder)
     runtime.keep_freed_memory()
-    torch.set_num_threads(config.training.threads or torch.get_num_threads())
+    torch.set_num_threads(runtime.choose_threads(config.training.threads))
     device = runtime.choose_device(config.training.device)
     precision = runtime.choose_precision(config.training.precision, device)
     autocast = runtime.autocast(precision, device)
     runtime.reset_peak_memory(device)
     if config.training.compile:
         runtime.expect_compiler(device)
-    last = checkpoint.last(folder) if resume else None
     state = State(**checkpoint.load_state(last)) if last else State()
 
     splits = ("train", "validation", *config.final_splits)
@@ -77,6 +78,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
     model.scheme.progress(share)
     before, scores = state.seconds, None
     tracker = Tracker(folder, config, state.step if last else None)
+    forecast = Forecast(config, data, started, share)
     profile = Profile(config.training.profile, model, folder)
     with logging_redirect_tqdm(), runtime.stop_on_signals() as stop:
         # A run that ended in its final measurement has no step left to make.
@@ -116,6 +118,7 @@ def fit(config: RunConfig, folder: Path, root: Path, resume: bool = False) -> di
             )
             line = f"step {state.step} loss {loss:.3f} lr {optimizer.learning_rate:.1e}"
             tracker.progress(min(share, 1.0), f"{line} {rate:,.0f} targets/s")
+            forecast.note(share, step_seconds, tokens)
             if state.step == 1 and config.training.show_batch:
                 log.info("%s", batch_text(micro_batches[0], data.tokenizer))
             if state.step == 1:

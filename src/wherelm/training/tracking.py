@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -33,7 +34,8 @@ class Tracker:
         self.path = folder / METRICS
         if resumed_at is not None:
             cut_back(folder, resumed_at)
-        self._file = self.path.open("a" if resumed_at is not None else "w", encoding="utf-8")
+        # Without a buffer, which would be written again, and fail again, when it is closed.
+        self._file = self.path.open("ab" if resumed_at is not None else "wb", buffering=0)
         self._wandb = start_wandb(folder, config) if config.tracking.name == "wandb" else None
         # No `{postfix}` of the library's: it puts a comma in front.
         # None from a worker of a sweep, and none left behind below the bar of a sweep.
@@ -46,9 +48,16 @@ class Tracker:
         )
 
     def write(self, **values: Any) -> None:
-        """One object in metrics.jsonl, flushed, so that a run that dies keeps what it measured."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """One object in metrics.jsonl, at once, so that a run that dies keeps what it measured.
+
+        OSError, which names the file, where it does not fit on the disk.
+        """
+        line = (json.dumps(values) + "\n").encode()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         if self._wandb is not None:
             prefix = f"{values['split']}/" if "split" in values else "train/"
             numbers = {prefix + k: v for k, v in values.items() if isinstance(v, (int, float))}
