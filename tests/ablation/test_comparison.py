@@ -71,7 +71,7 @@ def test_differences_are_paired_by_seed_and_corrected_for_their_number(tmp_path)
         assert difference.mean == pytest.approx(np.mean(own) - np.mean(base))
         assert (difference.paired.low, difference.paired.high) == pytest.approx((low, high))
         assert (difference.unpaired.low, difference.unpaired.high) == pytest.approx(unpaired)
-        assert difference.correlation == pytest.approx(stats.pearsonr(own, base).statistic)
+        assert difference.correlation is None  # four pairs
         p_values.append(paired.pvalue)
     assert p_values[0] < p_values[1]
     assert [d.p_holm for d in found] == pytest.approx([2 * p_values[0], p_values[1]])
@@ -163,7 +163,7 @@ def test_a_sweep_without_a_verdict_at_equal_time_does_not_speak_of_it(tmp_path):
     assert "equal time" not in tables.table(comparison.compare(few, "validation.loss", "rope"), few)
 
 
-def test_examples_are_bootstrapped_where_all_runs_scored_the_same_ones(tmp_path):
+def test_examples_have_their_interval_where_all_runs_scored_the_same_ones(tmp_path):
     jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
     generator = np.random.default_rng(0)
     targets = generator.integers(1, 5, 50)
@@ -198,6 +198,101 @@ def test_a_metric_at_an_end_of_its_range_for_every_arm_is_said(tmp_path, values,
     assert "begun" not in text or words == "has not begun"
 
 
+def test_floor_and_ceiling_are_measured_from_chance(tmp_path):
+    """0.51 of two answers is guessing, and so is no start; 0.51 of any text is much."""
+    jobs = [
+        finish(make_job(tmp_path, arm(name), 0, "final"), 1.0, exact_match=value)
+        for name, value in (("rope", 0.51), ("alibi", 0.49))
+    ]
+    found = comparison.compare(jobs, "validation.exact_match", "rope")
+    assert "begun" not in tables.table(found, jobs)
+    text = tables.table(found, jobs, chance=0.5)
+    assert "has not begun: at most 0.525 (0.5 by chance)" in text
+    assert "; chance 0.5\n" in text
+    complete = {"rope": [jobs[0]]}
+    assert tables.saturation(complete, "validation.exact_match", 0.45) is None
+    assert "saturated" in tables.saturation(complete, "validation.exact_match", -49.0)
+
+
+def write_exact(jobs, exact, examples=1000):
+    """Scores of runs that have so many replies right: the first ones."""
+    for job, right in zip(jobs, exact, strict=True):
+        np.savez(
+            job.folder / "scores-validation.npz",
+            exact=(np.arange(examples) < right).astype(np.int32),
+            replies=np.ones(examples, dtype=np.int32),
+        )
+
+
+def test_one_reply_in_a_thousand_is_not_better_in_however_many_seeds(tmp_path):
+    """The same +.001 in every seed: no spread, and yet nothing that tells the arms apart."""
+    jobs = [
+        finish(make_job(tmp_path, arm(name), seed, "final"), 1.0, exact_match=right / 1000)
+        for name, right in (("rope", 950), ("alibi", 951))
+        for seed in range(5)
+    ]
+    (found,) = comparison.compare(jobs, "validation.exact_match", "rope").equal_tokens
+    assert found.paired is None
+    assert found.verdict("validation.exact_match") == "not told apart"
+    write_exact(jobs, [950] * 5 + [951] * 5)
+    compared = comparison.compare(jobs, "validation.exact_match", "rope")
+    (found,) = compared.equal_tokens
+    assert found.mean == pytest.approx(0.001)
+    assert found.p_holm > 0.3
+    assert found.paired.low < 0 < found.paired.high
+    assert found.verdict("validation.exact_match") == "not told apart"
+    assert "not told apart" in tables.table(compared, jobs)
+    write_exact(jobs, [900] * 5 + [951] * 5)
+    (found,) = comparison.compare(jobs, "validation.exact_match", "rope").equal_tokens
+    assert found.examples is not None
+
+
+def test_a_difference_within_the_margin_is_equality(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+
+    def verdicts(margin):
+        found = comparison.compare(jobs, "validation.loss", "rope", margin).equal_tokens
+        return [d.verdict("validation.loss") for d in found]
+
+    assert verdicts(None) == ["worse", "not told apart"]
+    assert verdicts(1.0) == ["equal within margin"] * 2
+    assert verdicts(0.08) == ["worse", "not told apart"]
+    text = tables.table(comparison.compare(jobs, "validation.loss", "rope", 1.0), jobs)
+    assert text.splitlines()[0].endswith("; margin 1")
+    with pytest.raises(ValueError, match=r"ablation.margin=0: expected more than 0"):
+        comparison.compare(jobs, "validation.loss", "rope", 0.0)
+
+
+def test_intervals_in_the_table_are_those_of_the_whole_family_at_this_look(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+    alibi, none = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    differences = np.subtract(LOSSES["alibi"], LOSSES["rope"])
+    ends = stats.ttest_1samp(differences, 0).confidence_interval(1 - 0.05 / 2)
+    assert alibi.adjusted == pytest.approx(tuple(ends))
+    assert none.adjusted[0] < none.paired.low < 0 < none.paired.high < none.adjusted[1]
+    later = comparison.compare(jobs, "validation.loss", "rope", critical=lambda family: 1e-9)
+    assert [d.verdict("validation.loss") for d in later.equal_tokens] == ["not told apart"] * 2
+    assert later.equal_tokens[0].adjusted[0] < 0
+    text = tables.table(later, jobs)
+    assert f"{later.equal_tokens[0].adjusted[0]:+.4f}" in text
+
+
+def test_failed_runs_are_counted_and_no_arm_gains_by_them_in_silence(tmp_path):
+    jobs = sweep(tmp_path, LOSSES)
+    write_failure(jobs[5].folder, ValueError("diverged"))
+    assert (jobs[5].arm.label, jobs[5].seed) == ("alibi", 1)
+    found = comparison.compare(jobs, "validation.loss", "rope")
+    assert found.failed_seeds == {"alibi": [1]}
+    lines = tables.table(found, jobs).split("equal time")[0].splitlines()
+    (alibi,) = [line for line in lines if line.startswith("alibi ")]
+    assert "1/4" in alibi.split()
+    assert alibi.endswith(", of runs that ended")
+    (none,) = [line for line in lines if line.startswith("none ")]
+    assert "0/4" in none.split()
+    assert not none.endswith("ended")
+    assert any(line.startswith("alibi: seeds [1] failed and are in no pair") for line in lines)
+
+
 def test_the_table_names_the_metric_the_parameters_added_and_marks_what_is_secondary(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
     found = comparison.compare(jobs, "validation.loss", "rope")
@@ -207,6 +302,7 @@ def test_the_table_names_the_metric_the_parameters_added_and_marks_what_is_secon
     (row,) = [line for line in main.split("equal time")[0].splitlines() if line[:5] == "alibi"]
     assert row.split()[:4] == ["alibi", "4", "4", "1.1600"]
     assert row.endswith("worse")
+    assert "0/4" in row.split()
     assert secondary.splitlines()[0].split() == ["test"]
     comparison.save(found, tmp_path / "comparison.json")
     saved = json.loads((tmp_path / "comparison.json").read_text())

@@ -10,21 +10,29 @@ from wherelm.ablation.intervals import Interval
 from wherelm.ablation.plan import Job
 from wherelm.run_folder import HIGHER, LOWER, figure_of, higher_is_better
 
-SATURATED = 0.99
+SATURATED = 0.99  # of the way from chance to 1
+GUESSING = 0.05  # of it: nearer to chance than that lies the scatter of lucky guesses
 
 
-def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
-    """The metric of every arm with its difference to the baseline, cost, and secondary figures."""
+def table(comparison: Comparison, jobs: Sequence[Job], chance: float = 0.0) -> str:
+    """The metric of every arm with its difference to the baseline, cost, and secondary figures.
+
+    `chance` is the share that guessing gets of the metric's task.
+    """
     metric, baseline = comparison.metric, comparison.baseline
     final = [job for job in jobs if job.phase == "final"]
     arms = list(dict.fromkeys(job.arm.label for job in final))
     complete = {a: [j for j in final if j.arm.label == a and j.status == "complete"] for a in arms}
+    failed = comparison.failed_seeds
     width = max(12, *(len(arm) + 2 for arm in arms))
     want = "higher" if higher_is_better(metric) else "lower"
     lines = [
-        f"{metric} ({want} is better), named in advance; differences to {baseline}",
+        f"{metric} ({want} is better), named in advance; differences to {baseline}"
+        + (f"; chance {chance:.4g}" if chance else "")
+        + (f"; margin {comparison.margin:g}" if comparison.margin is not None else ""),
         "",
-        f"{'equal tokens':{width}}{'adds':>10}{'seeds':>6}{'mean':>9}{'sd':>9}{TESTED}",
+        f"{'equal tokens':{width}}{'adds':>10}{'seeds':>6}{'mean':>9}{'sd':>9}{'failed':>8}"
+        + TESTED,
     ]
     found = {d.arm: d for d in comparison.equal_tokens}
     for arm in arms:
@@ -32,40 +40,41 @@ def table(comparison: Comparison, jobs: Sequence[Job]) -> str:
         spread = f" {statistics.stdev(values):8.4f}" if len(values) > 1 else f"{'-':>9}"
         mean = f" {statistics.fmean(values):8.4f}" if values else f"{'-':>9}"
         adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
+        lost = f"{len(failed.get(arm, []))}/{sum(job.arm.label == arm for job in final)}"
         tested = _tested(found.get(arm), metric)
-        lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{tested}")
-    if warning := saturation(complete, metric):
+        if tested and (arm in failed or baseline in failed):
+            tested += ", of runs that ended"
+        lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{lost:>8}{tested}")
+    lines += [
+        f"{arm}: seeds {seeds} failed and are in no pair, which favours {arm} if it is the cause"
+        for arm, seeds in failed.items()
+    ]
+    if warning := saturation(complete, metric, chance):
         lines.append(warning)
-    if any(d.paired for d in comparison.equal_time):
-        lines += _equal_time(comparison, width)
     lines += [
         "",
-        f"{'the same':{width}}{'unpaired 95 %':>24}{'r of pairs':>12}{'examples 95 %':>24}",
+        f"{'the same, alone':{width}}{'paired 95 %':>24}{'unpaired 95 %':>24}{'r of pairs':>12}"
+        f"{'seeds, examples 95 %':>24}",
     ]
     for d in comparison.equal_tokens:
         r = "-" if d.correlation is None else f"{d.correlation:.2f}"
-        lines.append(f"{d.arm:{width}}{_range(d.unpaired):>24}{r:>12}{_range(d.examples):>24}")
+        alone = [f"{_range(_ends(one)):>24}" for one in (d.paired, d.unpaired, d.examples)]
+        lines.append(f"{d.arm:{width}}{alone[0]}{alone[1]}{r:>12}{alone[2]}")
     lines += ["", *_costs(complete, width), *_secondary(complete, metric, width)]
     for arm, seeds in comparison.unpaired_seeds.items():
         lines.append(f"{arm}: seeds {seeds} had other data than {baseline} and are not compared")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _equal_time(comparison: Comparison, width: int) -> list[str]:
-    lines = ["", f"{'equal time':{width}}{comparison.time_metric:34}{TESTED}"]
-    lines += [
-        f"{d.arm:{width}}{'':34}{_tested(d, comparison.time_metric)}" for d in comparison.equal_time
-    ]
-    if len(comparison.equal_time) < len(comparison.equal_tokens):
-        lines.append("no figure at equal time where a run was evaluated too late: evaluation.every")
-    return [*lines, "(the slower is read before its schedule ended, which favours the faster)"]
+def _ends(interval: Interval | None) -> tuple[float, float] | None:
+    return None if interval is None else (interval.low, interval.high)
 
 
-def _range(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:+.4f} {interval.high:+.4f}"
+def _range(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:+.4f} {ends[1]:+.4f}"
 
 
-TESTED = f"{'difference':>12}{'paired 95 %':>20}{'p (Holm)':>10}  verdict"
+TESTED = f"{'difference':>12}{'adjusted 95 %':>20}{'p (Holm)':>10}  verdict"
 
 
 def _tested(difference: Difference | None, metric: str) -> str:
@@ -73,7 +82,7 @@ def _tested(difference: Difference | None, metric: str) -> str:
         return ""
     p = "-" if difference.p_holm is None else f"{difference.p_holm:.3f}"
     verdict = difference.verdict(metric)
-    return f"{difference.mean:+12.4f}{_range(difference.paired):>20}{p:>10}  {verdict}"
+    return f"{difference.mean:+12.4f}{_range(difference.adjusted):>20}{p:>10}  {verdict}"
 
 
 COSTS = {
@@ -125,14 +134,19 @@ def values_of(jobs: Sequence[Job], metric: str) -> list[float]:
     return [value for job in jobs if (value := figure_of(job.summary, metric)) is not None]
 
 
-def saturation(complete: dict[str, list[Job]], metric: str) -> str | None:
-    """A line of warning where a share lies at the same end of its range for every arm."""
+def saturation(complete: dict[str, list[Job]], metric: str, chance: float = 0.0) -> str | None:
+    """A line of warning where a share lies at the same end of its range for every arm.
+
+    The range begins at what guessing gets.
+    """
     found = [values_of(jobs, metric) for jobs in complete.values()]
     means = [statistics.fmean(values) for values in found if values]
     if not higher_is_better(metric) or not means:
         return None
-    if min(means) >= SATURATED:
-        return f"{metric} is saturated: at least {SATURATED} for every arm; ask something harder"
-    if max(means) <= 1 - SATURATED:
-        return f"{metric} has not begun: at most {1 - SATURATED:.2f} for every arm; train longer"
+    ceiling, floor = (chance + share * (1 - chance) for share in (SATURATED, GUESSING))
+    if min(means) >= ceiling:
+        return f"{metric} is saturated: at least {ceiling:.4g} for every arm; ask something harder"
+    if max(means) <= floor:
+        guessed = f" ({chance:.4g} by chance)" if chance else ""
+        return f"{metric} has not begun: at most {floor:.4g}{guessed} for every arm; train longer"
     return None
