@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wherelm.ablation.plan import Arm, Job
 from wherelm.ablation.results import write_csv
-from wherelm.run_folder import figure_of, higher_is_better
+from wherelm.run_folder import figure_of, higher_is_better, is_extrapolation
 
 WIDENINGS = 2
 
@@ -33,6 +33,8 @@ class Sensitivity:
 def sensitivities(jobs: Sequence[Job], metric: str) -> list[Sensitivity]:
     """The curve of each arm over its tuning jobs, by the metric's figure on validation."""
     figure = f"validation.{metric.rpartition('.')[2]}"
+    if is_extrapolation(metric):
+        figure = "validation.loss"
     result = []
     for arm in dict.fromkeys(job.arm.label for job in jobs):
         own = [job for job in jobs if job.arm.label == arm]
