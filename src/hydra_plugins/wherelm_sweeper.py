@@ -100,8 +100,9 @@ class AblationSweeper(BasicSweeper):
             raise ValueError("seed=…: a sweep draws its own; give ablation.seeds=N, and seed=FIRST")
         arms = []
         for pairs in products:
+            pairs = [*pairs, *settings.overrides]
             config = self.composed(pairs)
-            if settings.split not in config.final_splits:
+            if not settings.overrides and settings.split not in config.final_splits:
                 raise ValueError(
                     f"ablation.metric={settings.metric}: expected one of the splits that are "
                     f"measured at the end: {', '.join(config.final_splits)}"
@@ -292,7 +293,7 @@ class AblationSweeper(BasicSweeper):
         """Writes results.csv and comparison.json, prints them; the exit status of the sweep."""
         from wherelm.ablation import comparison, results, tables
         from wherelm.ablation import folder as state
-        from wherelm.run_folder import figure_of
+        from wherelm.run_folder import figure_of, figures_beside
 
         results.write_csv(self.folder / "results.csv", results.results(jobs))
         final = [job for job in jobs if job.phase == "final"]
@@ -312,11 +313,10 @@ class AblationSweeper(BasicSweeper):
             return code or 1
         shutil.rmtree(self.folder / state.CACHE, ignore_errors=True)
         if all(figure_of(job.summary, settings.metric) is None for job in final):
-            measured = ", ".join(final[0].summary["splits"][settings.split])
+            found = figures_beside(final[0].summary, settings.metric)
+            why = found.get("reason") or f"{settings.split} was measured by {', '.join(found)}"
             print(
-                f"error: ablation.metric={settings.metric}: no run has it; {settings.split} was "
-                f"measured by {measured}",
-                file=sys.stderr,
+                f"error: ablation.metric={settings.metric}: no run has it; {why}", file=sys.stderr
             )
             return 1
         return 0

@@ -72,7 +72,7 @@ class TrainingConfig:
 class EvaluationConfig:
     """Validation `every` so many steps, and at the end `splits` (null: all that the data has).
 
-    `extrapolation` measures at the end beyond the trained context too.
+    `extrapolation` measures at the end beyond the trained length too.
     """
 
     every: int = 100

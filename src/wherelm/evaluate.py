@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--extrapolation",
         action="store_true",
-        help="the validation loss at 1 to 8 times the trained context, measured in three ways",
+        help="the validation loss at 1 to 8 times the trained length, measured in three ways",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_intermixed_args(arguments)

@@ -33,7 +33,15 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 # The figures of a split by which runs are compared: less is better, or more.
 LOWER, HIGHER = ("loss", "bits_per_byte", "perplexity"), ("exact_match", "accuracy")
 # The sums and weights of each example whose quotient is a figure: keys of scores-SPLIT.npz.
-EXAMPLES = {"loss": ("nats", "targets"), "exact_match": ("exact", "replies")}
+EXAMPLES = {
+    "loss": ("nats", "targets"),
+    "exact_match": ("exact", "replies"),
+    "ratio_to_1": ("ratio", "targets"),
+}
+# Beyond the trained length a metric is extrapolation.PROTOCOL.FACTOR.FIGURE: less is better.
+EXTRAPOLATION, PROTOCOLS = "extrapolation", ("fixed_targets", "windows", "sliding")
+FACTORS = (1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
+BEYOND = ("loss", "bits_per_byte", "ratio_to_1")
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -61,12 +69,26 @@ def status(folder: Path) -> str:
     return written or ("killed" if (folder / CONFIG).exists() else "missing")
 
 
-def figure_of(summary: Mapping[str, Any], metric: str) -> float | None:
-    """SPLIT.FIGURE of a complete run, else None."""
-    split, _, figure = metric.rpartition(".")
+def is_extrapolation(metric: str) -> bool:
+    """Whether a metric is EXTRAPOLATION.… and not a figure of a split, even of one so named."""
+    return metric.startswith(f"{EXTRAPOLATION}.") and metric.count(".") > 1
+
+
+def figures_beside(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
+    """All that a complete run has where it has this metric: a split, or a factor of a protocol."""
     if summary.get("status") != "complete":
-        return None
-    return summary["splits"].get(split, {}).get(figure)
+        return {}
+    place = metric.rpartition(".")[0]
+    if not is_extrapolation(metric):
+        return summary["splits"].get(place, {})
+    # A factor may hold a dot.
+    protocol, _, factor = place.removeprefix(f"{EXTRAPOLATION}.").partition(".")
+    return summary.get(EXTRAPOLATION, {}).get(protocol, {}).get(factor, {})
+
+
+def figure_of(summary: Mapping[str, Any], metric: str) -> float | None:
+    """SPLIT.FIGURE or extrapolation.PROTOCOL.FACTOR.FIGURE of a complete run, else None."""
+    return figures_beside(summary, metric).get(metric.rpartition(".")[2])
 
 
 def higher_is_better(metric: str) -> bool:

@@ -8,7 +8,7 @@ from wherelm.ablation import folder as state
 from wherelm.ablation import plan, results, tuning
 from wherelm.ablation.plan import AblationConfig, Arm, make_job
 from wherelm.ablation.progress import Progress
-from wherelm.run_folder import SUMMARY
+from wherelm.run_folder import SUMMARY, figure_of, figures_beside
 
 TUNED = AblationConfig("test.loss", tune=True)
 MUON = {"name": "muon", "learning_rate": 0.01, "head_learning_rate": 0.004, "momentum": 0.95}
@@ -41,6 +41,10 @@ def write_summary(job, status="complete", loss=1.0, **more):
     [
         ({"metric": "loss"}, r"ablation\.metric=loss: expected SPLIT\.FIGURE"),
         ({"metric": "test.beauty"}, r"ablation\.metric=test\.beauty: expected SPLIT\.FIGURE"),
+        ({"metric": "extrapolation.fixed.8.loss"}, r"PROTOCOL one of fixed_targets, windows"),
+        ({"metric": "extrapolation.windows.3.loss"}, r"FACTOR one of 1, 1\.25, 1\.5, 2, 4, 8"),
+        ({"metric": "extrapolation.windows.loss"}, r"FACTOR one of 1, 1\.25, 1\.5, 2, 4, 8"),
+        ({"metric": "extrapolation.windows.8.accuracy"}, r"FIGURE one of loss, bits_per_byte, r"),
         ({"seeds": 0}, r"ablation\.seeds=0: expected 1 to 999"),
         ({"seeds": 1000}, r"ablation\.seeds=1000: expected 1 to 999"),
         ({"learning_rates": 2}, r"ablation\.learning_rates=2: expected 3 to 999"),
@@ -98,6 +102,25 @@ def test_what_acts_on_tuning_alone_is_told_where_nothing_is_tuned():
         == AblationConfig().warnings()
         == []
     )
+
+
+@pytest.mark.parametrize("metric", ["extrapolation.fixed_targets.8.ratio_to_1", "longer.loss"])
+def test_a_metric_of_extrapolation_turns_its_measurement_on(metric):
+    expected = ("evaluation.extrapolation=true",) if "ratio" in metric else ()
+    assert AblationConfig(metric=metric).overrides == expected
+
+
+def test_a_metric_is_found_where_its_figures_lie():
+    beyond = {"fixed_targets": {"1.25": {"loss": 2.0}, "8": {"loss": None, "reason": "short"}}}
+    splits = {"test": {"loss": 1.0}, "extrapolation": {"loss": 3.0}}
+    summary = {"status": "complete", "splits": splits, "extrapolation": beyond}
+    assert figure_of(summary, "test.loss") == 1.0
+    assert figure_of(summary, "extrapolation.loss") == 3.0  # of a split that is named so
+    assert figure_of(summary, "extrapolation.fixed_targets.1.25.loss") == 2.0
+    assert figure_of(summary, "extrapolation.fixed_targets.8.loss") is None
+    assert figure_of(summary, "extrapolation.windows.8.loss") is None
+    assert figures_beside(summary, "extrapolation.fixed_targets.8.loss")["reason"] == "short"
+    assert figure_of(summary | {"status": "failed"}, "test.loss") is None
 
 
 def test_learning_rates_lie_a_factor_two_apart_around_the_configured_one():

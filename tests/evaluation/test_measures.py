@@ -191,7 +191,7 @@ def test_the_command_gives_all_that_is_asked_for_of_every_checkpoint(capsys, few
     assert main([str(SHIPPED), *few, *asked]) == 0
     out, err = capsys.readouterr()
     assert "validation by group" in out
-    assert "beyond the trained context: not measured; it needs a text of 129 tokens" in out
+    assert "beyond the trained length: not measured; it needs a text of 129 tokens" in out
     assert err == ""
 
 

@@ -10,9 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wherelm.run_folder import HIGHER, LOWER, read_summary, status
+from wherelm.run_folder import (
+    BEYOND,
+    EXTRAPOLATION,
+    FACTORS,
+    HIGHER,
+    LOWER,
+    PROTOCOLS,
+    is_extrapolation,
+    read_summary,
+    status,
+)
 
 LEARNING_RATE = "learning_rate"
+FACTOR_NAMES = tuple(f"{factor:g}" for factor in FACTORS)
 TUNING_SEED = 1000  # how far behind the first final seed those of tuning begin: they never meet
 
 
@@ -24,6 +35,7 @@ UNNAMED = (("name",), ("seed",), ("tracking",), ("training", "threads"), ("data"
 class AblationConfig:
     """Every arm with `seeds` seeds, by the one `metric` named in advance, against `baseline`.
 
+    A metric of extrapolation has `evaluation.extrapolation` turned on in every arm.
     `baseline` is the label of an arm; null takes the first one of the command line.
     `tune` first gives every arm the same `learning_rates`, a factor 2 apart around the optimizer's
     own, with `tuning_seeds` seeds that are not used again, by validation loss: which cannot judge
@@ -38,12 +50,14 @@ class AblationConfig:
     tuning_seeds: int = 2
 
     def __post_init__(self):
-        if not self.split or self.figure not in LOWER + HIGHER:
+        if is_extrapolation(self.metric):
+            self._expect_extrapolation()
+        elif not self.split or self.figure not in LOWER + HIGHER:
             raise ValueError(
                 f"ablation.metric={self.metric}: expected SPLIT.FIGURE such as validation.loss, "
                 f"the figure one of {', '.join(LOWER + HIGHER)}"
             )
-        if self.tune and self.split == "validation":
+        if self.tune and (self.split == "validation" or is_extrapolation(self.metric)):
             raise ValueError(
                 f"ablation.tune=true ablation.metric={self.metric}: validation picks the learning "
                 "rates and cannot judge them too; give ablation.metric=test.loss, or another split"
@@ -61,6 +75,22 @@ class AblationConfig:
             for key, value in own.items()
             if not self.tune and value != getattr(AblationConfig, key)
         ]
+
+    def _expect_extrapolation(self) -> None:
+        protocol, _, factor = self.split.removeprefix(f"{EXTRAPOLATION}.").partition(".")
+        parts = {"PROTOCOL": protocol, "FACTOR": factor, "FIGURE": self.figure}
+        options = {"PROTOCOL": PROTOCOLS, "FACTOR": FACTOR_NAMES, "FIGURE": BEYOND}
+        for part, value in parts.items():
+            if value not in options[part]:
+                raise ValueError(
+                    f"ablation.metric={self.metric}: expected {EXTRAPOLATION}.PROTOCOL.FACTOR."
+                    f"FIGURE, {part} one of {', '.join(options[part])}"
+                )
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What every arm needs, so that the metric is measured."""
+        return ("evaluation.extrapolation=true",) if is_extrapolation(self.metric) else ()
 
     @property
     def split(self) -> str:

@@ -63,7 +63,7 @@ def measure(
     folder: Path,
     autocast: Any,
 ) -> dict[str, Any]:
-    """The final figures of every split, and beyond the trained context where that is asked for.
+    """The final figures of every split, and beyond the trained length where that is asked for.
 
     Breakdowns and the scores of every example are written into the run folder, and beside the
     breakdowns, as `learned` of `train`, how often each position was learned. `watched` are the
@@ -94,6 +94,7 @@ def measure(
         budget,
         autocast,
         starts_with_bos=pipeline.starts_with_bos(config),
+        folder=folder,
     )
     log.info("\n%s", extrapolation.table(beyond))
     return {"splits": figures, "extrapolation": beyond}
