@@ -225,9 +225,9 @@ def test_a_checkpoint_that_is_there_is_resumed_or_the_newest_is_named(finished, 
 def test_a_run_ends_with_the_commands_that_come_next(finished):
     folder, result = finished
     *_, sample, look, compare = result.stdout.splitlines()
-    assert sample == f'sample it:   python sample.py --run {folder} "…"'
-    assert look == f'look at it:  python -m wherelm.visualize {folder} "…"'
-    assert compare == f"compare it:  python -m wherelm.evaluate {folder}"
+    assert sample == f"sample it:   python sample.py --run '{folder}' \"…\""
+    assert look == f"look at it:  python -m wherelm.visualize '{folder}' \"…\""
+    assert compare == f"compare it:  python -m wherelm.evaluate '{folder}'"
     assert "s here, until " in result.stdout
 
 

@@ -246,6 +246,20 @@ def test_a_sweep_in_a_folder_that_another_one_holds_is_one_line(tmp_path, capsys
     assert not sweep.exists()
 
 
+def test_a_job_that_begins_anew_keeps_its_log_and_its_lock(tmp_path):
+    from wherelm import run_folder
+    from wherelm.ablation.folder import ready
+
+    (tmp_path / "train.log").write_text("failed\n")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    run_folder.hold(tmp_path)
+    assert not ready(tmp_path)
+    with pytest.raises(BlockingIOError):
+        run_folder.hold(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"train.log", ".lock"}
+    run_folder.release(tmp_path)
+
+
 def test_a_sweep_needs_no_folder_and_names_arms_by_what_varies(capsys, monkeypatch):
     import train
 

@@ -59,8 +59,8 @@ def test_slow_steps_are_told_of_after_seconds_and_quick_ones_after_several(monke
 
 
 def test_times_are_said_as_one_would():
-    said = [duration(seconds) for seconds in (0.2, 59.6, 130, 5000, 3 * 3600, 100 * 3600)]
-    assert said == ["1 s", "60 s", "2 min", "83 min", "3.0 h", "4.2 days"]
+    said = [duration(seconds) for seconds in (0.2, 59.6, 134, 298, 5000, 10800, 360000)]
+    assert said == ["1 s", "60 s", "2 min 10 s", "5 min", "83 min", "3.0 h", "4.2 days"]
     today = datetime.now().replace(hour=23, minute=59)
     assert moment(today) == "23:59"
     assert re.fullmatch(r"\w+ \d\d \w+, 23:59", moment(today + timedelta(days=1)))

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from wherelm.run_folder import checkpoints, status, write_summary
+from wherelm.run_folder import LOCK, checkpoints, status, write_summary
 
 STOP, CACHE = ".stop", ".cache"
 
@@ -22,7 +22,7 @@ def ready(folder: Path) -> bool:
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.suffix != ".log":
+        elif path.suffix != ".log" and path.name != LOCK:
             path.unlink()
     return False
 

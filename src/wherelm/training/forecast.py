@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 # It speaks after this share of the run, but not before as many steps, or after so many seconds.
 SHARE, STEPS, SECONDS = 0.03, 8, 5.0
-READING = 3  # how many times as fast tokens are read only: without gradients and an optimiser
+READING = 2.5  # how many times as fast tokens are read only: without gradients and an optimiser
 
 
 class Forecast:
@@ -58,6 +58,9 @@ def duration(seconds: float) -> str:
     """In the unit that one would say."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
+    if seconds < 10 * 60:
+        minutes, rest = divmod(round(seconds, -1), 60)
+        return f"{minutes:.0f} min {rest:.0f} s" if rest else f"{minutes:.0f} min"
     if seconds < 100 * 60:
         return f"{round(seconds / 60)} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
