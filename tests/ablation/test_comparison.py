@@ -275,6 +275,9 @@ def test_intervals_in_the_table_are_those_of_the_whole_family_at_this_look(tmp_p
     assert later.equal_tokens[0].adjusted[0] < 0
     text = tables.table(later, jobs)
     assert f"{later.equal_tokens[0].adjusted[0]:+.4f}" in text
+    spent = comparison.compare(jobs, "validation.loss", "rope", critical=lambda family: 0.0)
+    assert spent.equal_tokens[0].adjusted is None
+    assert spent.equal_tokens[0].verdict("validation.loss") == "not told apart"
 
 
 def test_failed_runs_are_counted_and_no_arm_gains_by_them_in_silence(tmp_path):

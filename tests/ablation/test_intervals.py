@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.benchmarks.simulations import replies
 from wherelm.ablation.intervals import (
     LEVEL,
     Error,
@@ -124,6 +125,24 @@ def test_holm_corrects_as_by_hand_and_keeps_the_order():
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_equal_arms_of_few_errors_are_not_called_different_where_their_seeds_agree():
+    """Nine arms, three seeds, 0.999 right: by seeds alone every sixth sweep errs."""
+    alone = wrong = 0
+    weights_E = np.ones(1000)
+    generator = np.random.default_rng(9)
+    for _ in range(100):
+        right = replies(generator, 1, 3, 0.999, 0.0)[0].astype(int)
+        sums_ASE = right[1:] - right[0]
+        examples = np.sqrt(variances(sums_ASE, weights_E, unit=1.0).examples)
+        seeds = sums_ASE.mean(-1)
+        no_spread = (np.ptp(seeds, axis=1) == 0) & (seeds[:, 0] != 0)
+        alone += no_spread.any()
+        tests = [t_interval(d, Error(e, 999)) for d, e in zip(seeds, examples, strict=True)]
+        wrong += any(told_apart([one.p for one in tests]))
+    assert alone > 5
+    assert wrong <= 1
 
 
 def test_steps_and_adjusted_intervals_agree_with_the_corrected_p():

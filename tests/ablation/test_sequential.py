@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.benchmarks.simulations import equal_power, paired_p, stopped_sweeps
 from wherelm.ablation import sequential
 from wherelm.ablation.sequential import (
     Looks,
@@ -92,6 +93,17 @@ def test_the_chance_left_is_the_share_of_simulated_endings():
     drift = z / np.sqrt(10)  # of one seed, as it looks after ten
     ends = z * np.sqrt(10) + np.random.default_rng(2).normal(10 * drift, np.sqrt(10), 200_000)
     assert looks.chance(1, p, 1) == pytest.approx((ends / np.sqrt(20) > last).mean(), abs=0.005)
+
+
+def test_a_sweep_that_stops_what_is_decided_saves_a_third_and_errs_no_more():
+    truth, sweeps = np.array([0.0] * 6 + [1.0] * 3), 400
+    p_after = paired_p(np.random.default_rng(4), truth, sweeps, 24)
+    called, jobs = stopped_sweeps(p_after, tuple(range(5, 21)), sweeps, len(truth))
+    assert called[:, truth == 0].any(1).mean() <= 0.07
+    found = called[:, truth != 0].mean()
+    assert found > 0.7
+    fixed = equal_power(p_after, truth != 0, found) * (len(truth) + 1)
+    assert jobs / sweeps < 0.7 * fixed
 
 
 @pytest.mark.parametrize(("seeds", "level"), [(2, 0.05), (5, 0.05 / 9), (20, 0.01)])

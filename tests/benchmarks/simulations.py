@@ -17,6 +17,22 @@ from wherelm.ablation.sequential import Looks
 ARMS, EXAMPLES = 10, 1000
 MOST = 24  # seeds of a fixed design, in the search for one of equal power
 CHUNK = 2_000_000  # values at a time
+# Standard deviations of a difference: of seeds, of examples, of single replies.
+PARTS = {
+    "seeds differ": (1.0, 0.0, 1.0),
+    "examples differ": (0.0, 2.0, 1.0),
+    "both differ": (0.1, 2.0, 1.0),
+    "seeds differ more": (0.3, 2.0, 1.0),
+    "neither: single replies": (0.0, 0.0, 1.0),
+}
+# True differences of the arms, in standard deviations of a single difference.
+TRUTHS = {
+    "nine arms, none differs": (0.0,) * 9,
+    "nine arms, three differ by 1": (0.0,) * 6 + (1.0,) * 3,
+    "nine arms, differences from 0 to 2": (0.0, 0.0, 0.0, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0),
+    "three arms, one differs by 1": (0.0, 0.0, 1.0),
+    "nine arms, all differ by 1": (1.0,) * 9,
+}
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _corrected(
         d.arm: replace(
             d,
             p_holm=p,
-            adjusted=ends,
+            adjusted=ends if math.isfinite(ends[0]) else None,  # no level is left at this look
             told_apart=apart,
             equal=margin is not None and d.paired.equal_p(margin) <= critical(len(tested)),
         )
