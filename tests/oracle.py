@@ -102,7 +102,9 @@ class NaiveRope(NaiveNone):
         config = self.config
         rotating = 2 * round(config.fraction * width / 2)
         base, factor = config.base, config.factor
-        if config.scaling == "ntk":
+        if config.scaling == "dynamic":
+            factor = max(1.0, factor * self.length / self.shape.context - factor + 1)
+        if config.scaling in ("ntk", "dynamic"):
             base *= factor ** (rotating / (rotating - 2))
         angles = [base ** (-2 * i / rotating) for i in range(rotating // 2)]
         if config.scaling == "linear":
@@ -110,7 +112,18 @@ class NaiveRope(NaiveNone):
         if config.scaling == "yarn":
             kept = [self.yarn_kept(i, rotating) for i in range(rotating // 2)]
             angles = [a * k + a / factor * (1 - k) for a, k in zip(angles, kept, strict=True)]
+        if config.scaling == "llama3":
+            angles = [self.llama3(angle) for angle in angles]
         return angles[: int(config.p * (rotating // 2))]
+
+    def llama3(self, angle: float) -> float:
+        wavelength, length = 2 * math.pi / angle, self.shape.context
+        if wavelength < length / 4:
+            return angle
+        if wavelength > length:
+            return angle / self.config.factor
+        smooth = (length / wavelength - 1) / (4 - 1)
+        return (1 - smooth) * angle / self.config.factor + smooth * angle
 
     def yarn_kept(self, i: int, width: int) -> float:
         length, base = self.shape.context, self.config.base
@@ -133,6 +146,7 @@ class NaiveRope(NaiveNone):
         return matrix @ x_K
 
     def score(self, q_K, k_K, pair):
+        self.length = max(pair.positions) + 1
         q_K = self.turned(q_K, pair.query_position)
         return super().score(q_K, self.turned(k_K, pair.key_position), pair)
 

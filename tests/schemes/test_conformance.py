@@ -50,6 +50,8 @@ FURTHER_OPTIONS = {
         "linear": {"scaling": "linear", "factor": 4.0},
         "ntk": {"scaling": "ntk", "factor": 4.0},
         "yarn": {"scaling": "yarn", "factor": 4.0},
+        "llama3": {"scaling": "llama3", "factor": 4.0},
+        "dynamic": {"scaling": "dynamic", "factor": 2.0},
     },
     "key_offset": {"all": {"fraction": 0.0}},
     "drope": {"dropped": {"drop_at": 0.0}},

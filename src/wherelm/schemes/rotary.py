@@ -13,13 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wherelm.schemes.base import PositionScheme, Role, Shape, expect_base, float64_positions, wide
-from wherelm.schemes.scalings import SCALINGS, rotary_frequencies, yarn_magnitude, yarn_turns
+from wherelm.schemes.scalings import (
+    SCALINGS,
+    dynamic_frequencies,
+    message_lengths,
+    rotary_frequencies,
+    yarn_magnitude,
+    yarn_turns,
+)
 
 
-def rotation_table(positions_BT: Tensor, frequencies_P: Tensor) -> Tensor:
-    """cos + i sin of every pair's angle, complex64 (B, T, P), computed in float64."""
+def rotation_table(positions_BT: Tensor, frequencies: Tensor) -> Tensor:
+    """cos + i sin of every pair's angle, complex64 (B, T, P), computed in float64.
+
+    `frequencies` are (P,), or (B, T, P) where they depend on the slot.
+    """
     positions = float64_positions(positions_BT)
-    angles = positions[..., None] * frequencies_P.to(positions.device)
+    angles = positions[..., None] * frequencies.to(positions.device)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(positions_BT.device)
 
 
@@ -55,7 +65,9 @@ class Rope(PositionScheme):
     (GPT-NeoX's `rotary_pct`). `p`: only the int(p K/2) fastest of all pairs rotate ("Round and
     Round We Go! What makes Rotary Positional Encodings useful?", Barbero et al., 2025).
     `scaling`, `factor`: how a model that was trained without it is read at `factor` times its
-    trained length.
+    trained length; `dynamic` goes by the length of each message. So beyond the trained length a
+    token changes the rotations of those before it. With a cache the length that a row may grow to
+    is known in advance and taken, for keys that are rotated once keep their rotation.
     """
 
     @dataclass(frozen=True)
@@ -92,6 +104,8 @@ class Rope(PositionScheme):
             )
         self.frequencies_P = self.frequencies()
         self.positions_BT: Tensor | None = None
+        self.dynamic = getattr(config, "scaling", None) == "dynamic"
+        self.lengths_BT: Tensor | None = None
 
     def frequencies(self) -> Tensor:
         """Radians for each step of position, float64, one for each rotating pair."""
@@ -105,18 +119,32 @@ class Rope(PositionScheme):
         return frequencies_P[: int(config.p * len(frequencies_P))]
 
     def place(
-        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
     ) -> Tensor:
         # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
         self.positions_BT = None
+        if self.dynamic:
+            self.lengths_BT = message_lengths(positions_BT, keys_BT, longest)
         return positions_BT
 
     def table(self, positions_BT: Tensor) -> Tensor:
         """The rotations at these positions; every layer of a forward pass asks for the same."""
         if positions_BT is not self.positions_BT:
             self.positions_BT = positions_BT
-            self.table_BTP = rotation_table(positions_BT, self.frequencies_P) * self.magnitude()
+            frequencies = self.frequencies_P
+            if self.lengths_BT is not None:
+                frequencies = self.frequencies_of(self.lengths_BT[:, -positions_BT.shape[1] :])
+            self.table_BTP = rotation_table(positions_BT, frequencies) * self.magnitude()
         return self.table_BTP
+
+    def frequencies_of(self, lengths_BT: Tensor) -> Tensor:
+        """The same (B, T, P) for messages of these lengths, with the scaling `dynamic`."""
+        config, context = self.config, self.shape.context
+        width = 2 * round(config.fraction * self.shape.head_width / 2)
+        frequencies_BTP = dynamic_frequencies(
+            lengths_BT, width, config.factor, config.base, context
+        )
+        return frequencies_BTP[..., : len(self.frequencies_P)]
 
     def magnitude(self) -> float:
         """What queries and keys are lengthened by."""
@@ -140,7 +168,7 @@ class Rope(PositionScheme):
                 f"position.fraction={self.config.fraction:g}, position.p={self.config.p:g}: no "
                 "pair is left to rotate, as with position=none"
             )
-        if self.config.scaling is not None and self.config.factor == 1:
+        if self.config.scaling not in (None, "dynamic") and self.config.factor == 1:
             lines.append(
                 f"position.scaling={self.config.scaling} changes nothing with position.factor=1"
             )
