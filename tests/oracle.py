@@ -234,6 +234,19 @@ class NaiveFox(NaiveNone):
         return total
 
 
+class NaiveCope(NaiveNone):
+    def score(self, q_K, k_K, pair):
+        scale = pair.sharpness / math.sqrt(len(k_K))
+        counted = 0.0
+        for token in range(pair.key, pair.query + 1):
+            counted += 1 / (1 + math.exp(-scale * float(q_K @ pair.keys_TK[token])))
+        table = self.weights[f"layers.{pair.layer}.table_NK"]
+        counted = min(counted, len(table) - 1)
+        row = int(counted)
+        e_K = table[row] + (counted - row) * (table[min(row + 1, len(table) - 1)] - table[row])
+        return scale * float(q_K @ (k_K + e_K))
+
+
 class NaiveHybrid(NaiveNone):
     def __init__(self, config, shape, weights):
         super().__init__(config, shape, weights)
@@ -291,6 +304,7 @@ ORACLES: dict[str, type[NaiveNone]] = {
     "kerple": NaiveKerple,
     "fire": NaiveFire,
     "fox": NaiveFox,
+    "cope": NaiveCope,
     "hybrid": NaiveHybrid,
 }
 

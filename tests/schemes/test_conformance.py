@@ -55,6 +55,7 @@ FURTHER_OPTIONS = {
     },
     "key_offset": {"all": {"fraction": 0.0}},
     "drope": {"dropped": {"drop_at": 0.0}},
+    "cope": {"few": {"positions": 3}},
     "t5": {"few": {"buckets": 4, "max_distance": 6}},
     "kerple": {"power": {"form": "power"}},
     "hybrid": {

@@ -91,6 +91,8 @@ def test_a_window_hides_what_stands_farther_back():
         ("t5", {"buckets": 7}, "position.buckets=7: expected an even number"),
         ("t5", {"max_distance": 16}, "position.max_distance=16: expected more than half"),
         ("kerple", {"form": "cubic"}, "position.form=cubic: expected one of log, power"),
+        ("cope", {"positions": 1}, "position.positions=1: expected 2 or more"),
+        ("key_offset", {"fraction": 1.5}, "position.fraction=1.5: expected 0 to 1"),
         ("fire", {"inner": 0}, "position.inner=0: expected 1 or more"),
         ("drope", {"drop_at": 2.0}, "position.drop_at=2.0: expected a share, 0 to 1"),
         ("pope", {"base": 1.0}, "position.base=1.0: expected a number above 1"),

@@ -96,6 +96,15 @@ class PositionScheme(nn.Module):
             f"{type(self).__name__} gives tokens values but no bias from them"
         )
 
+    def content_bias(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, q_positions_BT: Tensor, k_positions_BS: Tensor
+    ) -> Tensor | None:
+        """What queries and keys, as they enter the scores, add to them once they are scaled.
+
+        (B, H, T, S) for the last T of S slots, or None for nothing.
+        """
+        return None
+
     def progress(self, share: float) -> None:
         """Told the share of training that is done, 0 to 1, before each step and when loading."""
 
