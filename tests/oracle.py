@@ -97,6 +97,15 @@ class NaiveLearned(NaiveNone):
 
 
 class NaiveRope(NaiveNone):
+    @property
+    def extends(self) -> bool:
+        return getattr(self.config, "scaling", None) == "self_extend"
+
+    @property
+    def shift_invariant(self) -> bool:
+        # Groups begin at multiples of their size.
+        return not self.extends
+
     def angles(self, width: int) -> list[float]:
         """Radians for each step of position; pairs beyond them stand still."""
         config = self.config
@@ -147,8 +156,14 @@ class NaiveRope(NaiveNone):
 
     def score(self, q_K, k_K, pair):
         self.length = max(pair.positions) + 1
-        q_K = self.turned(q_K, pair.query_position)
-        return super().score(q_K, self.turned(k_K, pair.key_position), pair)
+        query, key = pair.query_position, pair.key_position
+        if self.extends:
+            near = self.shape.context // 4
+            room = self.shape.context - near
+            group = math.ceil((self.config.factor * self.shape.context - near) / room)
+            if pair.back >= near:
+                query, key = query // group + near - near // group, key // group
+        return super().score(self.turned(q_K, query), self.turned(k_K, key), pair)
 
 
 class NaiveDrope(NaiveRope):

@@ -52,6 +52,7 @@ FURTHER_OPTIONS = {
         "yarn": {"scaling": "yarn", "factor": 4.0},
         "llama3": {"scaling": "llama3", "factor": 4.0},
         "dynamic": {"scaling": "dynamic", "factor": 2.0},
+        "self_extend": {"scaling": "self_extend", "factor": 4.0},
     },
     "key_offset": {"all": {"fraction": 0.0}},
     "drope": {"dropped": {"drop_at": 0.0}},

@@ -98,7 +98,11 @@ def test_a_window_hides_what_stands_farther_back():
         ("pope", {"base": 1.0}, "position.base=1.0: expected a number above 1"),
         ("sinusoidal", {"base": 0.5}, "position.base=0.5: expected a number above 1"),
         ("rope", {"p": 1.5}, "position.p=1.5: expected 0 to 1"),
-        ("rope", {"scaling": "pi"}, "expected one of null, linear, ntk, yarn, llama3, dynamic"),
+        (
+            "rope",
+            {"scaling": "pi"},
+            "expected one of null, linear, ntk, yarn, llama3, dynamic, self_ext",
+        ),
         ("rope", {"factor": 2.0}, "position.factor=2.0 has nothing to act on"),
         ("rope", {"scaling": "ntk", "factor": 0.5}, "position.factor=0.5: expected 1 or more"),
     ],

@@ -24,7 +24,7 @@ from tests.helpers import (
 from tests.oracle import NaiveDecoder
 from tests.sampling.test_stepper import NEW, read_then_step
 from tests.schemes.conftest import scheme
-from wherelm.schemes.scalings import message_lengths
+from wherelm.schemes.scalings import message_lengths, self_extend_groups
 
 TRAINED = 4  # so that examples of 9 and 12 tokens are longer, and one of 4 is not
 
@@ -121,3 +121,39 @@ def test_message_lengths_are_those_of_padded_packed_and_growing_rows():
 
 def test_dynamic_needs_no_factor_and_says_nothing_without_one():
     assert scheme("rope", context=128, base=100.0, scaling="dynamic").warnings() == []
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 4.0, 8.0])
+@pytest.mark.parametrize("trained", [4, 16, 100])
+def test_self_extend_reads_no_distance_that_was_not_trained(trained, factor):
+    group, near = self_extend_groups(factor, trained)
+    longest = int(factor * trained)
+    for t, s in ((longest - 1, 0), (longest - 1, 1), (near, 0), (2 * near, near)):
+        back = t // group + near - near // group - s // group if t - s >= near else t - s
+        assert 0 <= back <= trained
+    assert group == 1 if factor == 1 else group > 1
+
+
+def test_self_extend_turns_far_keys_as_if_they_stood_at_their_group():
+    """Beside attention that rotates to grouped positions outright; near keys are left alone."""
+    extended = scheme("rope", width=16, context=16, scaling="self_extend", factor=4.0, fraction=0.5)
+    rope = scheme("rope", width=16, context=16, fraction=0.5)
+    q_BHTK, k_BHSK = torch.randn(2, 1, 2, 40, 8, dtype=torch.float64).unbind()
+    slots_1T = torch.arange(40)[None]
+
+    def scores(scheme, q_positions, k_positions):
+        q, k = (
+            scheme.rotate(q_BHTK, q_positions, "query"),
+            scheme.rotate(k_BHSK, k_positions, "key"),
+        )
+        return q, k, q @ k.mT / 8**0.5
+
+    q, k, plain = scores(extended, slots_1T, slots_1T)
+    bias_BHTS = extended.content_bias(q, k, slots_1T, slots_1T)
+    group, near = extended.group, extended.near
+    far = scores(rope, slots_1T // group + near - near // group, slots_1T // group)[2]
+    back_TS = slots_1T.T - slots_1T
+    expected = torch.where(back_TS >= near, far, plain)
+    assert difference(plain + bias_BHTS, expected) <= 1e-5
+    assert difference(plain, expected) > 0.1
+    assert (bias_BHTS[:, :, back_TS < near] == 0).all()

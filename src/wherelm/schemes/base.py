@@ -141,3 +141,11 @@ def expect_base(base: float) -> None:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """float64 as it is, everything else in float32: for what a cast of the model must not blur."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def scaled_scores(q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
+    """Q K^T / sqrt(K), (B, H, T, S), at least float32; neighbouring query heads may share keys."""
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        q_BGRTK = wide(q_BHTK).unflatten(1, (k_BGSK.shape[1], -1))
+        scores_BGRTS = q_BGRTK @ wide(k_BGSK)[:, :, None].mT
+    return scores_BGRTS.flatten(1, 2) * q_BHTK.shape[-1] ** -0.5

@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Shape, wide
-
-
-def scaled_scores(q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-    """Q K^T / sqrt(K), (B, H, T, S), at least float32; neighbouring query heads may share keys."""
-    with torch.autocast(q_BHTK.device.type, enabled=False):
-        q_BGRTK = wide(q_BHTK).unflatten(1, (k_BGSK.shape[1], -1))
-        scores_BGRTS = q_BGRTK @ wide(k_BGSK)[:, :, None].mT
-    return scores_BGRTS.flatten(1, 2) * q_BHTK.shape[-1] ** -0.5
+from wherelm.schemes.base import PositionScheme, Shape, scaled_scores, wide
 
 
 class ForgetGate(PositionScheme):

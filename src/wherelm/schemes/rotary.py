@@ -12,12 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wherelm.schemes.base import PositionScheme, Role, Shape, expect_base, float64_positions, wide
+from wherelm.schemes.base import (
+    PositionScheme,
+    Role,
+    Shape,
+    expect_base,
+    float64_positions,
+    scaled_scores,
+    wide,
+)
 from wherelm.schemes.scalings import (
     SCALINGS,
     dynamic_frequencies,
     message_lengths,
     rotary_frequencies,
+    self_extend_groups,
+    slow_pairs,
     yarn_magnitude,
     yarn_turns,
 )
@@ -43,17 +53,6 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     return torch.view_as_real(pairs * table_BTP.unsqueeze(1)).flatten(-2).to(x_BHTK.dtype)
 
 
-def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
-    """A warning where most pairs turn less than one radian over the context."""
-    slow = int((frequencies_P * context < 1).sum())
-    if slow * 2 <= len(frequencies_P):
-        return []
-    return [
-        f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
-        f"over {context} positions; a smaller base lets them tell positions apart"
-    ]
-
-
 class Rope(PositionScheme):
     """Pair i of every query and key at position l is rotated by l base^(-2i/K).
 
@@ -67,7 +66,8 @@ class Rope(PositionScheme):
     `scaling`, `factor`: how a model that was trained without it is read at `factor` times its
     trained length; `dynamic` goes by the length of each message. So beyond the trained length a
     token changes the rotations of those before it. With a cache the length that a row may grow to
-    is known in advance and taken, for keys that are rotated once keep their rotation.
+    is known in advance and taken, for keys that are rotated once keep their rotation. `self_extend`
+    groups the positions of keys that are far back.
     """
 
     @dataclass(frozen=True)
@@ -104,7 +104,10 @@ class Rope(PositionScheme):
             )
         self.frequencies_P = self.frequencies()
         self.positions_BT: Tensor | None = None
-        self.dynamic = getattr(config, "scaling", None) == "dynamic"
+        scaling = getattr(config, "scaling", None)
+        self.dynamic, self.group = scaling == "dynamic", 1
+        if scaling == "self_extend":
+            self.group, self.near = self_extend_groups(config.factor, shape.context)
         self.lengths_BT: Tensor | None = None
 
     def frequencies(self) -> Tensor:
@@ -151,14 +154,34 @@ class Rope(PositionScheme):
         return yarn_magnitude(self.config.factor) if self.config.scaling == "yarn" else 1.0
 
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        return self.turned(x_BHTK, self.table(positions_BT))
+
+    def turned(self, x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
+        """The first entries of each head turned by the table, which has a column for each pair."""
         width = 2 * len(self.frequencies_P)
         if width == 0:
             return x_BHTK
-        table_BTP = self.table(positions_BT)
         if width == x_BHTK.shape[-1]:
             return rotate_pairs(x_BHTK, table_BTP)
         turned, still = x_BHTK.split((width, x_BHTK.shape[-1] - width), dim=-1)
         return torch.cat((rotate_pairs(turned, table_BTP), still), dim=-1)
+
+    def content_bias(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, q_positions_BT: Tensor, k_positions_BS: Tensor
+    ) -> Tensor | None:
+        if self.group == 1:
+            return None
+        # What is far is turned on from its own position to that of its group.
+        start = self.near - self.near // self.group
+        q_moves_BT = q_positions_BT // self.group + start - q_positions_BT
+        k_moves_BS = k_positions_BS // self.group - k_positions_BS
+        far_BHTS = scaled_scores(
+            self.turned(q_BHTK, rotation_table(q_moves_BT, self.frequencies_P)),
+            self.turned(k_BGSK, rotation_table(k_moves_BS, self.frequencies_P)),
+        )
+        back_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None]
+        change_BHTS = far_BHTS - scaled_scores(q_BHTK, k_BGSK)
+        return change_BHTS.masked_fill((back_BTS < self.near)[:, None], 0.0)
 
     def warnings(self) -> list[str]:
         context = self.shape.context

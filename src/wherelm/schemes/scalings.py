@@ -19,6 +19,17 @@ def rotary_frequencies(width: int, base: float) -> Tensor:
     return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
+def slow_pairs(frequencies_P: Tensor, base: float, context: int) -> list[str]:
+    """A warning where most pairs turn less than one radian over the context."""
+    slow = int((frequencies_P * context < 1).sum())
+    if slow * 2 <= len(frequencies_P):
+        return []
+    return [
+        f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
+        f"over {context} positions; a smaller base lets them tell positions apart"
+    ]
+
+
 def linear_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
     """Every frequency divided by `factor`: positions squeezed into the trained length.
 
@@ -112,6 +123,22 @@ def dynamic_frequencies(
     return bases_BT1**-exponents_P
 
 
+def self_extend_scaling(frequencies_P: Tensor, factor: float, base: float, length: int) -> Tensor:
+    """Nothing: positions are grouped instead; see `self_extend_groups`."""
+    return frequencies_P
+
+
+def self_extend_groups(factor: float, trained: int) -> tuple[int, int]:
+    """How many positions make a group, and from how far back on: a quarter of the trained length.
+
+    "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (Jin et al., 2024): a key w or
+    more back is read at s // G from t // G + w - w // G, the others at s from t. The group G is the
+    least by which no distance within `factor` times the trained length passes the trained ones.
+    """
+    near = max(1, trained // 4)
+    return math.ceil((factor * trained - near) / max(1, trained - near)), near
+
+
 def message_lengths(
     positions_BT: Tensor, keys_BT: Tensor | None, longest: int | Tensor = 0
 ) -> Tensor:
@@ -130,4 +157,5 @@ SCALINGS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
     "yarn": yarn_scaling,
     "llama3": llama3_scaling,
     "dynamic": dynamic_scaling,
+    "self_extend": self_extend_scaling,
 }
