@@ -90,12 +90,23 @@ class NaiveLearned(NaiveNone):
 
 
 class NaiveRope(NaiveNone):
+    @property
+    def extends(self) -> bool:
+        return getattr(self.config, "scaling", None) == "self_extend"
+
+    @property
+    def shift_invariant(self) -> bool:
+        # Groups begin at multiples of their size.
+        return not self.extends
+
     def angles(self, width: int) -> list[float]:
         """Radians for each step of position; pairs beyond them stand still."""
         config = self.config
         rotating = 2 * round(config.fraction * width / 2)
         base, factor = config.base, config.factor
-        if config.scaling == "ntk":
+        if config.scaling == "dynamic":
+            factor = max(1.0, factor * self.length / self.shape.context - factor + 1)
+        if config.scaling in ("ntk", "dynamic"):
             base *= factor ** (rotating / (rotating - 2))
         angles = [base ** (-2 * i / rotating) for i in range(rotating // 2)]
         if config.scaling == "linear":
@@ -103,7 +114,18 @@ class NaiveRope(NaiveNone):
         if config.scaling == "yarn":
             kept = [self.yarn_kept(i, rotating) for i in range(rotating // 2)]
             angles = [a * k + a / factor * (1 - k) for a, k in zip(angles, kept, strict=True)]
+        if config.scaling == "llama3":
+            angles = [self.llama3(angle) for angle in angles]
         return angles[: int(config.p * (rotating // 2))]
+
+    def llama3(self, angle: float) -> float:
+        wavelength, length = 2 * math.pi / angle, self.shape.context
+        if wavelength < length / 4:
+            return angle
+        if wavelength > length:
+            return angle / self.config.factor
+        smooth = (length / wavelength - 1) / (4 - 1)
+        return (1 - smooth) * angle / self.config.factor + smooth * angle
 
     def yarn_kept(self, i: int, width: int) -> float:
         length, base = self.shape.trained, self.config.base
@@ -126,8 +148,15 @@ class NaiveRope(NaiveNone):
         return matrix @ x_K
 
     def score(self, q_K, k_K, pair):
-        q_K = self.turned(q_K, pair.query_position)
-        return super().score(q_K, self.turned(k_K, pair.key_position), pair)
+        self.length = max(pair.positions) + 1
+        query, key = pair.query_position, pair.key_position
+        if self.extends:
+            near = self.shape.context // 4
+            room = self.shape.context - near
+            group = math.ceil((self.config.factor * self.shape.context - near) / room)
+            if pair.back >= near:
+                query, key = query // group + near - near // group, key // group
+        return super().score(self.turned(q_K, query), self.turned(k_K, key), pair)
 
 
 class NaiveDrope(NaiveRope):
@@ -210,6 +239,19 @@ class NaiveFox(NaiveNone):
         return total
 
 
+class NaiveCope(NaiveNone):
+    def score(self, q_K, k_K, pair):
+        scale = pair.sharpness / math.sqrt(len(k_K))
+        counted = 0.0
+        for token in range(pair.key, pair.query + 1):
+            counted += 1 / (1 + math.exp(-scale * float(q_K @ pair.keys_TK[token])))
+        table = self.weights[f"layers.{pair.layer}.table_NK"]
+        counted = min(counted, len(table) - 1)
+        row = int(counted)
+        e_K = table[row] + (counted - row) * (table[min(row + 1, len(table) - 1)] - table[row])
+        return scale * float(q_K @ (k_K + e_K))
+
+
 class NaiveHybrid(NaiveNone):
     def __init__(self, config, shape, weights):
         super().__init__(config, shape, weights)
@@ -259,6 +301,7 @@ ORACLES: dict[str, type[NaiveNone]] = {
     "kerple": NaiveKerple,
     "fire": NaiveFire,
     "fox": NaiveFox,
+    "cope": NaiveCope,
     "hybrid": NaiveHybrid,
 }
 

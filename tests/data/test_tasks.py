@@ -24,6 +24,7 @@ from wherelm.tokenizer.training import TokenizerConfig, build_tokenizer
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SPLITS = ("train", "validation", "test", "longer")
 COUNT = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+PAIRS = ("associative_recall", "mqar")  # whose items are two words
 every_task = pytest.mark.parametrize("name", tasks.TASKS)
 
 
@@ -39,13 +40,26 @@ def config_rows(name, split, examples=500):
     """The first rows of a split as configs/data has it."""
     values = data_config(name)
     address = values["extra"].get(split) or values[split]
-    return rows(f"{address}{'&' if '?' in address else '?'}examples={examples}", split)
+    return rows(f"{with_options(address)}examples={examples}", split)
+
+
+def with_options(address):
+    return f"{address}{'&' if '?' in address else '?'}"
 
 
 def read(row):
-    """The words of the list and of the question."""
-    listed, asked = row["prompt"].split(":")
+    """The words of the list and of the first question."""
+    listed, asked = said(row)[0][0].split(":")
     return listed.split()[1:], asked.split()
+
+
+def said(row):
+    """What is asked and replied, turn by turn."""
+    if "prompt" in row:
+        return [(row["prompt"], row["completion"])]
+    texts = [turn["content"] for turn in row["messages"]]
+    assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"] * (len(texts) // 2)
+    return list(zip(texts[::2], texts[1::2], strict=True))
 
 
 def answer(name, words, asked):
@@ -68,8 +82,11 @@ def answer(name, words, asked):
             return words
         case "induction":
             return [dict(itertools.pairwise(words))[asked[0]]]
-        case "associative_recall":
-            return [dict(zip(words[::2], words[1::2], strict=True))[asked[0]]]
+        case "associative_recall" | "mqar":
+            assert set(asked[:-1]) <= set(tasks.FILLERS)
+            return [dict(zip(words[::2], words[1::2], strict=True))[asked[-1]]]
+        case "membership":
+            return ["yes" if asked[0] in words else "no"]
     raise AssertionError((name, words, asked))
 
 
@@ -77,7 +94,9 @@ def answer(name, words, asked):
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_reply_is_what_a_naive_reading_of_the_prompt_finds(name, split):
     for row in config_rows(name, split):
-        assert row["completion"].split() == answer(name, *read(row)), row
+        words, _ = read(row)
+        for prompt, reply in said(row):
+            assert reply.split() == answer(name, words, prompt.split(":")[-1].split()), row
 
 
 @every_task
@@ -90,7 +109,7 @@ def test_the_group_is_the_offset_or_the_number_of_items(name):
             walked = words.index(row["completion"].strip()) - words.index(asked[-1])
             assert row["group"] == walked
         else:
-            assert row["group"] == len(words) // (2 if name == "associative_recall" else 1)
+            assert row["group"] == len(words) // (2 if name in PAIRS else 1)
 
 
 def test_lists_have_the_words_that_make_the_task_what_it_is():
@@ -114,7 +133,7 @@ def test_lists_have_the_words_that_make_the_task_what_it_is():
 @every_task
 def test_no_list_is_in_two_splits_of_whatever_length_and_seed(name):
     # So short that, were splits not kept apart, equal lists would be sure to be drawn.
-    items = 1 if name == "associative_recall" else 3 if name == "copy_repeated" else 2
+    items = 1 if name in PAIRS else 3 if name == "copy_repeated" else 2
     offset = "&offset=1" if tasks.TASKS[name].offset else ""
     address = f"task:{name}?items={items}{offset}&examples=500"
     lists = collections.defaultdict(set)
@@ -138,15 +157,17 @@ def test_seeds_and_splits_draw_different_lists():
 def assert_uniform(values, expected):
     counts = collections.Counter(values)
     assert set(counts) == set(expected)
-    assert chisquare([counts[value] for value in expected]).pvalue > 1e-3, counts
+    if len(counts) > 1:
+        assert chisquare([counts[value] for value in expected]).pvalue > 1e-3, counts
 
 
 @every_task
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_lengths_and_offsets_are_uniform(name, split):
     drawn = config_rows(name, split, examples=3000)
-    (low, high), offset = tasks.TASKS[name].items, tasks.TASKS[name].offset
-    lengths = [len(read(row)[0]) // (2 if name == "associative_recall" else 1) for row in drawn]
+    task = tasks.parse(data_config(name)[split])
+    (low, high), offset = task.items, task.offset
+    lengths = [len(read(row)[0]) // (2 if name in PAIRS else 1) for row in drawn]
     assert_uniform(lengths, range(low, high + 1))
     if offset:
         signs = (1, -1) if name == "indirect_index" else (1,)
@@ -171,8 +192,35 @@ def test_order_is_fair_in_distance_in_things_and_in_how_it_is_asked():
 def test_asked_words_are_spread_evenly_over_the_list():
     for name, last in (("induction", 9), ("associative_recall", 10)):
         drawn = [read(row) for row in rows(f"task:{name}?items=10&examples=4000")]
-        step = 2 if name == "associative_recall" else 1
+        step = 2 if name in PAIRS else 1
         assert_uniform([words.index(asked[0]) // step for words, asked in drawn], range(last))
+
+
+def test_every_key_is_asked_once_soon_or_after_many_fillers():
+    drawn = rows("task:mqar?items=4&words=8192&fillers=32&examples=2000")
+    order, waits, words = [], [], set()
+    for row in drawn:
+        listed, _ = read(row)
+        asked = [prompt.split(":")[-1].split() for prompt, _ in said(row)]
+        assert sorted(question[-1] for question in asked) == sorted(listed[::2])
+        order.append(listed.index(asked[0][-1]) // 2)
+        waits.append(len(asked[0]) - 1)
+        words |= set(listed)
+        # All of its 64 tokens: three controls a turn, <BOS>, the opening word and the colon.
+        assert sum(map(len, asked)) + len(listed) + 4 + 3 * 4 + 3 <= 64
+    assert_uniform(order, range(4))
+    assert len(words) > 0.8 * 8192
+    counts = collections.Counter(waits)
+    assert counts[0] > counts[1] > counts[3] > counts[15]
+    assert max(len(said(row)[-1][0].split()) for row in drawn) > 20
+
+
+def test_membership_is_fair_and_does_not_depend_on_the_order_of_the_list():
+    drawn = rows("task:membership?items=9&examples=4000")
+    assert_uniform([row["completion"] for row in drawn], [" no", " yes"])
+    asked = [(words, question[0]) for words, question in map(read, drawn)]
+    assert_uniform([words.index(word) for words, word in asked if word in words], range(9))
+    assert all(len(set(words)) == 9 for words, _ in asked)
 
 
 def digest_of(drawn):
@@ -217,7 +265,9 @@ def tokenized():
     def load(name):
         values = data_config(name)
         sizes = {"train": 1500, "validation": 200, "test": 200}
-        few = {key: f"{values[key]}?examples={size}" for key, size in sizes.items()}
+        # As many words as so few examples can teach a tokenizer.
+        values = json.loads(json.dumps(values).replace("words=8192", "words=64"))
+        few = {key: f"{with_options(values[key])}examples={size}" for key, size in sizes.items()}
         extra = {key: f"{path}&examples=200" for key, path in values["extra"].items()}
         values |= few | {"extra": extra, "cache": None}
         splits = load_examples(DataConfig(**values), Path(), SPLITS)
@@ -234,15 +284,14 @@ def test_every_word_is_one_token_the_same_wherever_it_stands(name, tokenized):
     ids_of = collections.defaultdict(set)
     for split in SPLITS:
         assert splits[split].counts["kept"] == splits[split].counts["read"]
-        for prompt, reply in messages_of(splits[split].dataset):
-            listed, asked = prompt.content.split(":")
-            words = [*listed.split(), ":", *asked.split(), *reply.content.split()]
-            ids = tokenizer.encode(prompt.content) + tokenizer.encode(reply.content)
-            assert len(ids) == len(words), (prompt.content, reply.content)
+        for messages in messages_of(splits[split].dataset):
+            words = [w for message in messages for w in message.content.replace(":", " : ").split()]
+            ids = [id for message in messages for id in tokenizer.encode(message.content)]
+            assert len(ids) == len(words), messages
             for word, id in zip(words, ids, strict=True):
                 ids_of[word].add(id)
-            example, _ = tokenizer.encode_spans(spans([prompt, reply]))
-            assert len(example) == len(words) + 4 <= context + 1
+            example, _ = tokenizer.encode_spans(spans(messages))
+            assert len(example) == len(words) + 1 + 3 * len(messages) // 2 <= context + 1
     assert {len(ids) for ids in ids_of.values()} == {1}
     assert len(ids_of) == len(set.union(*ids_of.values()))
 
@@ -304,6 +353,10 @@ def test_longer_goes_on_where_training_ends(name):
         ("task:copy?seed=1&seed=2", "seed is given twice"),
         ("task:recall_at_offset?offset=9", "offset=9: expected .* from 1 to 8"),
         ("task:recall_at_offset?items=4-8", "offset up to 8: expected at most 4"),
+        ("task:mqar?words=9000", "words=9000: expected a number from 2 to 8192"),
+        ("task:mqar?items=4&words=6", "words=6: expected at least 8, a key and a value for each"),
+        ("task:mqar?offset=2", "no option 'offset'; mqar takes items, words, fillers, examples"),
+        ("task:order?words=8", "no option 'words'; order takes items, examples, seed"),
         ("task:indirect_index?items=4-8", "offset up to 4: expected at most 3"),
     ],
 )

@@ -165,6 +165,7 @@ HOOKS = {
     "kerple": ["bias"],
     "fire": ["bias"],
     "fox": ["token_value and value_bias"],
+    "cope": ["content_bias"],
     "hybrid": ["rotate"],
 }
 

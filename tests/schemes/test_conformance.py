@@ -50,9 +50,13 @@ FURTHER_OPTIONS = {
         "linear": {"scaling": "linear", "factor": 4.0},
         "ntk": {"scaling": "ntk", "factor": 4.0},
         "yarn": {"scaling": "yarn", "factor": 4.0},
+        "llama3": {"scaling": "llama3", "factor": 4.0},
+        "dynamic": {"scaling": "dynamic", "factor": 2.0},
+        "self_extend": {"scaling": "self_extend", "factor": 4.0},
     },
     "key_offset": {"all": {"fraction": 0.0}},
     "drope": {"dropped": {"drop_at": 0.0}},
+    "cope": {"few": {"positions": 3}},
     "t5": {"few": {"buckets": 4, "max_distance": 6}},
     "kerple": {"power": {"form": "power"}},
     "hybrid": {

@@ -135,7 +135,7 @@ def test_p_rope_is_rope_at_1_and_none_at_0():
     assert torch.equal(logits[0.0], row_logits(random_decoder("none"), tokens))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", sorted(set(SCALINGS) - {"dynamic"}))
 def test_every_extension_at_scale_1_is_rope(scaling):
     tokens = inputs(ragged_store(), 0)
     options = {"scaling": scaling, "factor": 1.0}

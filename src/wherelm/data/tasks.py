@@ -1,8 +1,9 @@
 """Generated examples that ask one thing about position, named by an address in place of a file.
 
 `task:order` is a task as it stands, `task:order?items=17-32&examples=500` one with options: `items`
-(how many stand in the list, a number or a range), `offset` (for tasks that count), `examples` and
-`seed`. An example is one question about a list of words:
+(how many stand in the list, a number or a range), `offset` (for tasks that count), `words` and
+`fillers` (for mqar), `examples` and `seed`. An example is one question about a list of words, or a
+conversation of several:
 
     order mist cup sand pen: pen cup   ->    cup
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -36,18 +38,23 @@ THINGS = tuple(_THINGS.split())
 KEYS, VALUES = THINGS[::2], THINGS[1::2]
 FEW_THINGS = THINGS[:8]
 FILLERS = ("dust", "fog", "mist", "mud", "rain", "sand", "smoke", "snow")
+# Two syllables each, for tasks that take more words than there are things: 8,192 of 9,025.
+_SYLLABLES = tuple(c + v for v in "aeiou" for c in "bcdfghjklmnpqrstvwz")
+MANY_WORDS = tuple(a + b for a, b in itertools.product(_SYLLABLES, repeat=2))[:8192]
+MANY_KEYS, MANY_VALUES = MANY_WORDS[::2], MANY_WORDS[1::2]
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
 Range = tuple[int, int]
 
 
 class Example(NamedTuple):
-    """The words of a list, of the question about it and of the reply."""
+    """The words of a list, of the question about it and of the reply, and of what is asked then."""
 
     words: list[str]
     question: list[str]
     reply: list[str]
     group: int
+    more: Sequence[tuple[list[str], list[str]]] = ()
 
 
 class Draws:
@@ -63,20 +70,24 @@ class Draws:
         low, high = range
         return low + self.below(high - low + 1)
 
+    def near(self, most: int) -> int:
+        """0 … most, with chances that fall as 1, 1/2, 1/3, …, nearly."""
+        return int((most + 1) ** self._random()) - 1
+
     def any(self, words: Sequence[str], n: int) -> list[str]:
         """n words, each of them any."""
         return [words[self.below(len(words))] for _ in range(n)]
 
     def different(self, words: Sequence[str], n: int) -> list[str]:
         """n different words, every order of them equally likely."""
-        pool = list(words)
+        at: dict[int, int] = {}  # places that hold another word than their own
         for i in range(n):
-            j = i + self.below(len(pool) - i)
-            pool[i], pool[j] = pool[j], pool[i]
-        return pool[:n]
+            j = i + self.below(len(words) - i)
+            at[i], at[j] = at.get(j, j), at.get(i, i)
+        return [words[at[i]] for i in range(n)]
 
 
-def _order(draws: Draws, n: int, offset: Range | None) -> Example:
+def _order(draws: Draws, n: int, task: Task) -> Example:
     """Two things among n words, the others fillers: every distance between them equally likely."""
     gap = draws.between((1, n - 1))
     first = draws.below(n - gap)
@@ -85,50 +96,74 @@ def _order(draws: Draws, n: int, offset: Range | None) -> Example:
     return Example(words, draws.different((earlier, later), 2), [earlier], n)
 
 
-def _recall_at_offset(draws: Draws, n: int, offset: Range) -> Example:
-    k = draws.between(offset)
+def _recall_at_offset(draws: Draws, n: int, task: Task) -> Example:
+    k = draws.between(task.offset)
     words = draws.different(THINGS, n)
     return Example(words, [NUMBERS[k - 1]], [words[-k]], k)
 
 
-def _indirect_index(draws: Draws, n: int, offset: Range) -> Example:
-    k = draws.between(offset) * (1, -1)[draws.below(2)]
+def _indirect_index(draws: Draws, n: int, task: Task) -> Example:
+    k = draws.between(task.offset) * (1, -1)[draws.below(2)]
     words = draws.different(THINGS, n)
     at = draws.below(n - abs(k)) + max(0, -k)
     side = "after" if k > 0 else "before"
     return Example(words, [NUMBERS[abs(k) - 1], side, words[at]], [words[at + k]], k)
 
 
-def _copy(draws: Draws, n: int, offset: Range | None) -> Example:
+def _copy(draws: Draws, n: int, task: Task) -> Example:
     words = draws.different(THINGS, n)
     return Example(words, [], words, n)
 
 
-def _copy_repeated(draws: Draws, n: int, offset: Range | None) -> Example:
+def _copy_repeated(draws: Draws, n: int, task: Task) -> Example:
     words = draws.any(FEW_THINGS, n)
     return Example(words, [], words, n)
 
 
-def _induction(draws: Draws, n: int, offset: Range | None) -> Example:
+def _induction(draws: Draws, n: int, task: Task) -> Example:
     words = draws.different(THINGS, n)
     at = draws.below(n - 1)
     return Example(words, [words[at]], [words[at + 1]], n)
 
 
-def _associative_recall(draws: Draws, n: int, offset: Range | None) -> Example:
+def _associative_recall(draws: Draws, n: int, task: Task) -> Example:
     pairs = list(zip(draws.different(KEYS, n), draws.any(VALUES, n), strict=True))
     key, value = pairs[draws.below(n)]
     return Example([word for pair in pairs for word in pair], [key], [value], n)
 
 
+def _mqar(draws: Draws, n: int, task: Task) -> Example:
+    """Every key is asked for once, in any order, soon after the list or after many fillers."""
+    half = task.words // 2
+    keys, values = draws.different(MANY_KEYS[:half], n), draws.any(MANY_VALUES[:half], n)
+    places = sorted(draws.near(task.fillers) for _ in range(n))
+    gaps = [later - earlier for earlier, later in itertools.pairwise([0, *places])]
+    asked = draws.different(tuple(zip(keys, values, strict=True)), n)
+    turns = [
+        ([*draws.any(FILLERS, gap), key], [value])
+        for gap, (key, value) in zip(gaps, asked, strict=True)
+    ]
+    listed = [word for pair in zip(keys, values, strict=True) for word in pair]
+    return Example(listed, *turns[0], n, turns[1:])
+
+
+def _membership(draws: Draws, n: int, task: Task) -> Example:
+    drawn = draws.different(THINGS, n + 1)
+    words, named = drawn[:n], draws.below(2)
+    asked = words[draws.below(n)] if named else drawn[n]
+    return Example(words, [asked], [("no", "yes")[named]], n)
+
+
 class Kind(NamedTuple):
     """How a task is drawn, the word that opens its prompts, and what its options may be."""
 
-    draw: Callable[[Draws, int, Range | None], Example]
+    draw: Callable[[Draws, int, Task], Example]
     opening: str
     items: Range
     accepted: Range
     offset: Range | None = None
+    words: int | None = None
+    fillers: int | None = None
 
 
 TASKS = {
@@ -146,7 +181,14 @@ TASKS = {
     # A B … A -> B (Olsson et al., 2022).
     "induction": Kind(_induction, "continue", (4, 16), (2, 64)),
     # Pairs of a key and a value, and one key is asked for (Ba et al., 2016); `items` counts pairs.
+    # The value is the word beside the key, so this needs adjacency, if no distance.
     "associative_recall": Kind(_associative_recall, "find", (2, 8), (1, 32)),
+    # The same with many words, and every key asked for: "Zoology" (Arora et al., 2023). `words` are
+    # keys and values, half of each; `fillers` are at most so many, before and between the questions
+    # (there the places without a question are random words).
+    "mqar": Kind(_mqar, "recall", (2, 8), (1, 64), words=64, fillers=8),
+    # Was this thing named? The bag of words says it: a control that needs no position at all.
+    "membership": Kind(_membership, "named", (4, 16), (2, 63)),
 }
 
 
@@ -159,6 +201,8 @@ class Task:
     offset: Range | None
     examples: int | None = None
     seed: int = 0
+    words: int | None = None
+    fillers: int | None = None
 
 
 def parse(address: str) -> Task:
@@ -169,18 +213,23 @@ def parse(address: str) -> Task:
         guess = f"; did you mean {PREFIX}{near[0]}?" if near else ""
         raise ValueError(f"no such task; expected {PREFIX} and one of {', '.join(TASKS)}{guess}")
     kind = TASKS[name]
-    options: dict[str, Any] = {"items": kind.items, "offset": kind.offset}
+    own = [option for option in ("offset", "words", "fillers") if getattr(kind, option) is not None]
+    options = {option: getattr(kind, option) for option in ("items", "offset", *own)}
     given = set()
     for pair in query.split("&") if asks else ():
         option, _, value = pair.partition("=")
         if option == "items":
             options[option] = _range(pair, value, kind.accepted)
-        elif option == "offset" and kind.offset:
+        elif option == "offset" and option in own:
             options[option] = _range(pair, value, (1, len(NUMBERS)))
+        elif option == "words" and option in own:
+            options[option] = _number(pair, value, least=2, most=len(MANY_WORDS))
+        elif option == "fillers" and option in own:
+            options[option] = _number(pair, value, least=0)
         elif option in ("examples", "seed"):
             options[option] = _number(pair, value, least=int(option == "examples"))
         else:
-            accepted = ["items", *(["offset"] if kind.offset else []), "examples", "seed"]
+            accepted = ["items", *own, "examples", "seed"]
             raise ValueError(f"no option {option!r}; {name} takes {', '.join(accepted)}")
         if option in given:
             raise ValueError(f"{pair}: {option} is given twice")
@@ -193,12 +242,19 @@ def parse(address: str) -> Task:
             f"offset up to {task.offset[1]}: expected at most {longest}, for the shortest list has "
             f"{task.items[0]} items"
         )
+    if task.words and task.words < 2 * task.items[1]:
+        raise ValueError(
+            f"words={task.words}: expected at least {2 * task.items[1]}, a key and a value for "
+            f"each of {task.items[1]} items"
+        )
     return task
 
 
-def _number(pair: str, value: str, least: int) -> int:
-    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < least:
-        raise ValueError(f"{pair}: expected a number from {least} on")
+def _number(pair: str, value: str, least: int, most: int = 10**9) -> int:
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or not least <= int(value) <= most:
+        raise ValueError(
+            f"{pair}: expected a number from {least} " + ("on" if most == 10**9 else f"to {most}")
+        )
     return int(value)
 
 
@@ -215,7 +271,7 @@ def _range(pair: str, value: str, accepted: Range) -> Range:
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-    """The rows of one split, each with `prompt`, `completion` and `group`.
+    """The rows of one split, each with `prompt`, `completion` and `group`, or with `messages`.
 
     `group` is the offset, negative for "before", where the task has one, else the number of items.
     A split that is not train, validation or test has lists that are in none of the three. The rows
@@ -228,7 +284,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
     for _ in range(task.examples or (50_000 if part == "train" else 1_000)):
         n = draws.between(task.items)
         for _ in range(MOST_DRAWS):
-            example = kind.draw(draws, n, task.offset)
+            example = kind.draw(draws, n, task)
             if part_of(example.words) == part:
                 break
         else:
@@ -236,11 +292,14 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
                 f"{PREFIX}{task.name}: there are too few lists of {n} to keep any for {split} "
                 "alone; expected more items"
             )
-        yield {
-            "prompt": f"{kind.opening}{_spoken(example.words)}:{_spoken(example.question)}",
-            "completion": _spoken(example.reply),
-            "group": example.group,
-        }
+        prompt = f"{kind.opening}{_spoken(example.words)}:{_spoken(example.question)}"
+        said = {"prompt": prompt, "completion": _spoken(example.reply)}
+        if example.more:
+            more = (_spoken(words) for turn in example.more for words in turn)
+            roles = itertools.cycle(("user", "assistant"))
+            turns = zip(roles, (*said.values(), *more), strict=False)
+            said = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        yield said | {"group": example.group}
 
 
 def part_of(words: Sequence[str]) -> str:

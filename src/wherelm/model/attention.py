@@ -167,10 +167,13 @@ class Attention(nn.Module):
         if self.score_scale != "fixed":
             queries, keys = q_BHTK.shape[2], k_BGSK.shape[2]
             q_BHTK = self.sharpened(q_BHTK, mask.counts(queries, keys, q_BHTK.device), mask.window)
+        if cache is not None:
+            k_positions_BS = cache.read_positions_BS
+        own = [scheme.content_bias(q_BHTK, k_BGSK, q_positions_BT, k_positions_BS)]
         if values_BHS is not None:
-            value_bias_BHTS = scheme.value_bias(values_BHS, q_BHTK.shape[2])
-            value_bias_BHTS = mask.additive(value_bias_BHTS)
-            bias_BHTS = value_bias_BHTS if bias_BHTS is None else bias_BHTS + value_bias_BHTS
+            own.append(scheme.value_bias(values_BHS, q_BHTK.shape[2]))
+        for own_BHTS in (mask.additive(x) for x in own if x is not None):
+            bias_BHTS = own_BHTS if bias_BHTS is None else bias_BHTS + own_BHTS
         if self.kv_heads < self.heads:
             k_BGSK = k_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v_BGSK = v_BGSK.repeat_interleave(self.heads // self.kv_heads, dim=1)

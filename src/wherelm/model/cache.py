@@ -32,6 +32,7 @@ class KeyValueCache:
         self.length = 0
         self.key_mask_BS = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
         self.positions_BS = torch.zeros(batch, capacity, device=device)
+        self.read_positions_BS = self.positions_BS[:, :0]  # of the slots so far
         self.any_padding = False
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._values: dict[int, Tensor] = {}
@@ -42,6 +43,7 @@ class KeyValueCache:
         assert self.length <= self.capacity, "the cache was made too small for this generation"
         self.positions_BS = self.positions_BS.to(positions_BT.dtype)
         self.positions_BS[:, start : self.length] = positions_BT
+        self.read_positions_BS = self.positions_BS[:, : self.length]
         if key_mask_BT is None:
             self.key_mask_BS[:, start : self.length] = True
         else:

@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(positions_BT, key_mask_BT)
             keys, side = cache.length, "left"
-            k_positions_BS = cache.positions_BS[:, :keys]
+            k_positions_BS = cache.read_positions_BS
             key_mask_BT = cache.key_mask_BS[:, :keys] if cache.any_padding else None
 
         x_BTD = self.embedding(tokens_BT) * self.config.width**0.5

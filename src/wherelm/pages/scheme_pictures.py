@@ -6,7 +6,7 @@ Shapes: T positions, D width, H heads, K head width, P rotating pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -207,29 +207,48 @@ def _contextual(model: Decoder, batch: Batch) -> list[SchemeFigure]:
         block.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[1]))
         for block in model.blocks
     ]
+    schemes = [model.scheme.for_layer(layer) for layer in range(model.config.layers)]
+    biases: list[Tensor | None] = []
+    for scheme in set(schemes):
+        scheme.content_bias = _recorded(scheme.content_bias, biases)
     try:
         model.hidden(batch.tokens_BT[:1], batch.positions_BT[:1], keys_BT=batch.keys_BT[:1])
     finally:
         for handle in handles:
             handle.remove()
+        for scheme in set(schemes):
+            del scheme.content_bias  # the method is there again
     last = int(batch.key_mask_BT[0].nonzero().max())
-    pictures = []
-    for layer, x_BTD in enumerate(inputs):
-        scheme = model.scheme.for_layer(layer)
+    pictures, hooks = [], []
+    for layer, (scheme, x_BTD, bias_BHTS) in enumerate(zip(schemes, inputs, biases, strict=True)):
+        hook = "content_bias"
         values_BHS = scheme.token_value(x_BTD[:, : last + 1])
-        if values_BHS is None:
+        if values_BHS is not None:
+            hook, bias_BHTS = "token_value and value_bias", scheme.value_bias(values_BHS, last + 1)
+        elif bias_BHTS is None:
             continue
-        bias_HT = scheme.value_bias(values_BHS, last + 1)[0, :, -1].flip(-1)
+        hooks.append(hook)
+        bias_HT = bias_BHTS[0, :, last, : last + 1].flip(-1)
         series = [(f"head {h + 1}", values) for h, values in enumerate(bias_HT)]
         picture = _lines(torch.arange(last + 1)[None], "distance", series)
         pictures.append(picture | {"name": f"layer {layer + 1}"})
     if not pictures:
         return []
     caption = (
-        "token_value and value_bias: this bias depends on the tokens between key and query, so it "
-        "is drawn for the first message, as seen from its last slot."
+        f"{' and '.join(dict.fromkeys(hooks))}: this bias depends on the tokens between key and "
+        "query, so it is drawn for the first message, as seen from its last slot."
     )
     return [SchemeFigure(pictures, caption)]
+
+
+def _recorded(hook: Callable[..., Tensor | None], into: list[Tensor | None]) -> Callable:
+    """The hook, each of whose answers is kept too."""
+
+    def recorded(*given: Tensor) -> Tensor | None:
+        into.append(hook(*given))
+        return into[-1]
+
+    return recorded
 
 
 def _lines(x_1T: Tensor, across: str, series: list[tuple[str, Tensor]]) -> Picture:

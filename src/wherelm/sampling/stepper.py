@@ -162,13 +162,18 @@ class Layer:
         values_BHS = cache.extend_values(self.number, self.scheme.token_value(x_BD[:, None]))
         real_BS = cache.key_mask_BS[:, : cache.length] if cache.any_padding else None
         k_BGSK = self.scheme.shift(k_BGSK, real_BS)
+        k_positions_BS = cache.read_positions_BS
         if self.window is not None:
             k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
+            k_positions_BS = k_positions_BS[:, -self.window :]
         if self.sharpened is not None:
-            counts_B1 = cache.key_mask_BS[:, : cache.length][:, -k_BGSK.shape[2] :].sum(1, True)
+            first = cache.length - k_BGSK.shape[2]
+            counts_B1 = cache.key_mask_BS[:, first : cache.length].sum(1, True)
             q_BH1K = self.sharpened(q_BH1K, counts_B1, self.window)
+        own = [self.scheme.content_bias(q_BH1K, k_BGSK, positions_B1, k_positions_BS)]
         if values_BHS is not None:
-            own_BH1S = self.scheme.value_bias(values_BHS, 1)[..., -k_BGSK.shape[2] :]
+            own.append(self.scheme.value_bias(values_BHS, 1)[..., -k_BGSK.shape[2] :])
+        for own_BH1S in (x for x in own if x is not None):
             bias_BH1S = own_BH1S if bias_BH1S is None else bias_BH1S + own_BH1S
         if kv_heads < heads:
             # The queries that share keys become the rows of one product over them.

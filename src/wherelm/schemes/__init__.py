@@ -2,7 +2,7 @@
 
 from wherelm.schemes.absolute import Learned, Sinusoidal
 from wherelm.schemes.base import PositionScheme, Shape
-from wherelm.schemes.contextual import Fox
+from wherelm.schemes.contextual import Cope, Fox
 from wherelm.schemes.patterns import Hybrid, Randomised
 from wherelm.schemes.relative import T5, Alibi, Fire, Kerple
 from wherelm.schemes.rotary import Drope, KeyOffset, Pope, Rope
@@ -21,6 +21,7 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "kerple": Kerple,
     "fire": Fire,
     "fox": Fox,
+    "cope": Cope,
     "hybrid": Hybrid,
 }
 

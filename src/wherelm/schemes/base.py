@@ -113,6 +113,15 @@ class PositionScheme(nn.Module):
         """
         return None
 
+    def content_bias(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, q_positions_BT: Tensor, k_positions_BS: Tensor
+    ) -> Tensor | None:
+        """What queries and keys, as they enter the scores, add to them once they are scaled.
+
+        (B, H, T, S) for the last T of S slots, or None for nothing.
+        """
+        return None
+
     def progress(self, share: float) -> None:
         """Told the share of training that is done, 0 to 1, before each step and when loading."""
 
@@ -166,3 +175,11 @@ def expect_base(base: float) -> None:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """float64 as it is, everything else in float32: for what a cast of the model must not blur."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def scaled_scores(q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
+    """Q K^T / sqrt(K), (B, H, T, S), at least float32; neighbouring query heads may share keys."""
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        q_BGRTK = wide(q_BHTK).unflatten(1, (k_BGSK.shape[1], -1))
+        scores_BGRTS = q_BGRTK @ wide(k_BGSK)[:, :, None].mT
+    return scores_BGRTS.flatten(1, 2) * q_BHTK.shape[-1] ** -0.5

@@ -20,15 +20,28 @@ from wherelm.schemes.base import (
     beyond_distance,
     expect_base,
     float64_positions,
+    scaled_scores,
     wide,
 )
-from wherelm.schemes.scalings import SCALINGS, rotary_frequencies, yarn_magnitude, yarn_turns
+from wherelm.schemes.scalings import (
+    SCALINGS,
+    dynamic_frequencies,
+    message_lengths,
+    rotary_frequencies,
+    self_extend_groups,
+    slow_pairs,
+    yarn_magnitude,
+    yarn_turns,
+)
 
 
-def rotation_table(positions_BT: Tensor, frequencies_P: Tensor) -> Tensor:
-    """cos + i sin of every pair's angle, complex64 (B, T, P), computed in float64."""
+def rotation_table(positions_BT: Tensor, frequencies: Tensor) -> Tensor:
+    """cos + i sin of every pair's angle, complex64 (B, T, P), computed in float64.
+
+    `frequencies` are (P,), or (B, T, P) where they depend on the slot.
+    """
     positions = float64_positions(positions_BT)
-    angles = positions[..., None] * frequencies_P.to(positions.device)
+    angles = positions[..., None] * frequencies.to(positions.device)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(positions_BT.device)
 
 
@@ -42,17 +55,6 @@ def rotate_pairs(x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
     return torch.view_as_real(pairs * table_BTP.unsqueeze(1)).flatten(-2).to(x_BHTK.dtype)
 
 
-def slow_pairs(frequencies_P: Tensor, base: float, trained: int) -> list[str]:
-    """A warning where most pairs turn less than one radian over the trained length."""
-    slow = int((frequencies_P * trained < 1).sum())
-    if slow * 2 <= len(frequencies_P):
-        return []
-    return [
-        f"position.base={base:g}: {slow} of {len(frequencies_P)} pairs turn less than one radian "
-        f"over the {trained} positions of training; a smaller base lets them tell positions apart"
-    ]
-
-
 class Rope(PositionScheme):
     """Pair i of every query and key at position l is rotated by l base^(-2i/K).
 
@@ -64,7 +66,10 @@ class Rope(PositionScheme):
     (GPT-NeoX's `rotary_pct`). `p`: only the int(p K/2) fastest of all pairs rotate ("Round and
     Round We Go! What makes Rotary Positional Encodings useful?", Barbero et al., 2025).
     `scaling`, `factor`: how a model that was trained without it is read at `factor` times its
-    trained length.
+    trained length; `dynamic` goes by the length of each message. So beyond the trained length a
+    token changes the rotations of those before it. With a cache the length that a row may grow to
+    is known in advance and taken, for keys that are rotated once keep their rotation. `self_extend`
+    groups the positions of keys that are far back.
     """
 
     @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class Rope(PositionScheme):
             )
         self.frequencies_P = self.frequencies()
         self.positions_BT: Tensor | None = None
+        scaling = getattr(config, "scaling", None)
+        self.dynamic, self.group = scaling == "dynamic", 1
+        if scaling == "self_extend":
+            self.group, self.near = self_extend_groups(config.factor, shape.trained)
+        self.lengths_BT: Tensor | None = None
 
     def frequencies(self) -> Tensor:
         """Radians for each step of position, float64, one for each rotating pair."""
@@ -114,39 +124,73 @@ class Rope(PositionScheme):
         return frequencies_P[: int(config.p * len(frequencies_P))]
 
     def place(
-        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int = 0
+        self, positions_BT: Tensor, keys_BT: Tensor | None = None, longest: int | Tensor = 0
     ) -> Tensor:
         # A new forward pass: the same tensor may hold other numbers, or come from inference mode.
         self.positions_BT = None
+        if self.dynamic:
+            self.lengths_BT = message_lengths(positions_BT, keys_BT, longest)
         return positions_BT
 
     def table(self, positions_BT: Tensor) -> Tensor:
         """The rotations at these positions; every layer of a forward pass asks for the same."""
         if positions_BT is not self.positions_BT:
             self.positions_BT = positions_BT
-            self.table_BTP = rotation_table(positions_BT, self.frequencies_P) * self.magnitude()
+            frequencies = self.frequencies_P
+            if self.lengths_BT is not None:
+                frequencies = self.frequencies_of(self.lengths_BT[:, -positions_BT.shape[1] :])
+            self.table_BTP = rotation_table(positions_BT, frequencies) * self.magnitude()
         return self.table_BTP
+
+    def frequencies_of(self, lengths_BT: Tensor) -> Tensor:
+        """The same (B, T, P) for messages of these lengths, with the scaling `dynamic`."""
+        config, trained = self.config, self.shape.trained
+        width = 2 * round(config.fraction * self.shape.head_width / 2)
+        frequencies_BTP = dynamic_frequencies(
+            lengths_BT, width, config.factor, config.base, trained
+        )
+        return frequencies_BTP[..., : len(self.frequencies_P)]
 
     def magnitude(self) -> float:
         """What queries and keys are lengthened by."""
         return yarn_magnitude(self.config.factor) if self.config.scaling == "yarn" else 1.0
 
     def rotate(self, x_BHTK: Tensor, positions_BT: Tensor, role: Role) -> Tensor:
+        return self.turned(x_BHTK, self.table(positions_BT))
+
+    def turned(self, x_BHTK: Tensor, table_BTP: Tensor) -> Tensor:
+        """The first entries of each head turned by the table, which has a column for each pair."""
         width = 2 * len(self.frequencies_P)
         if width == 0:
             return x_BHTK
-        table_BTP = self.table(positions_BT)
         if width == x_BHTK.shape[-1]:
             return rotate_pairs(x_BHTK, table_BTP)
         turned, still = x_BHTK.split((width, x_BHTK.shape[-1] - width), dim=-1)
         return torch.cat((rotate_pairs(turned, table_BTP), still), dim=-1)
 
     def untrained(self, q_positions_BT: Tensor, k_positions_BS: Tensor) -> Tensor | None:
-        """An extension by `factor` reaches so many times farther."""
-        if not len(self.frequencies_P):
+        """An extension by `factor` reaches so many times farther, `dynamic` as far as is asked."""
+        if not len(self.frequencies_P) or self.dynamic:
             return None
         reach = self.shape.trained * self.config.factor
         return beyond_distance(q_positions_BT, k_positions_BS, reach)
+
+    def content_bias(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, q_positions_BT: Tensor, k_positions_BS: Tensor
+    ) -> Tensor | None:
+        if self.group == 1:
+            return None
+        # What is far is turned on from its own position to that of its group.
+        start = self.near - self.near // self.group
+        q_moves_BT = q_positions_BT // self.group + start - q_positions_BT
+        k_moves_BS = k_positions_BS // self.group - k_positions_BS
+        far_BHTS = scaled_scores(
+            self.turned(q_BHTK, rotation_table(q_moves_BT, self.frequencies_P)),
+            self.turned(k_BGSK, rotation_table(k_moves_BS, self.frequencies_P)),
+        )
+        back_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None]
+        change_BHTS = far_BHTS - scaled_scores(q_BHTK, k_BGSK)
+        return change_BHTS.masked_fill((back_BTS < self.near)[:, None], 0.0)
 
     def warnings(self) -> list[str]:
         trained = self.shape.trained
@@ -156,7 +200,7 @@ class Rope(PositionScheme):
                 f"position.fraction={self.config.fraction:g}, position.p={self.config.p:g}: no "
                 "pair is left to rotate, as with position=none"
             )
-        if self.config.scaling is not None and self.config.factor == 1:
+        if self.config.scaling not in (None, "dynamic") and self.config.factor == 1:
             lines.append(
                 f"position.scaling={self.config.scaling} changes nothing with position.factor=1"
             )
