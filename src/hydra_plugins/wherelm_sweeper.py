@@ -51,7 +51,7 @@ class AblationSweeper(BasicSweeper):
         Ends the process: with 1 where jobs failed or did not end, 130 or 143 where it was stopped.
         """
         from wherelm.ablation import folder as state
-        from wherelm.ablation import plan
+        from wherelm.ablation import plan, seal, verdict
         from wherelm.ablation.progress import Progress
         from wherelm.config import typed
         from wherelm.run_folder import claim
@@ -67,26 +67,101 @@ class AblationSweeper(BasicSweeper):
         self.folder = claim(place, given(self.config, "hydra.sweep.dir"))
         state.go(self.folder)
         tuned = settings.tune * settings.learning_rates * settings.tuning_seeds
-        self.progress = Progress(len(arms) * (tuned + settings.seeds))
+        self.progress = Progress(len(arms) * (settings.pilot + tuned + settings.most))
         jobs: list[Job] = []
-        code = 0
+        code, self.decided, self.first = 0, None, arms[0].config["seed"]
         try:
+            shares = self.shares(arms) if settings.equal == "time" else {}
             rates = self.tune(arms, settings, jobs) if settings.tune else {}
-            first = arms[0].config["seed"]
-            final = [
-                plan.make_job(self.folder, arm, seed, "final", rates.get(arm.label))
-                for seed in range(first, first + settings.seeds)
-                for arm in arms
-            ]
-            jobs += final
-            self.launch(final)
+            self.options = {a.label: (rates.get(a.label), shares.get(a.label, 1.0)) for a in arms}
+            if settings.pilot:
+                self.pilot(arms, settings, jobs)
+            plans = verdict.sealed(self.folder, settings, arms)
+            print(f"plan {plans[-1]['hash']}, sealed in {self.folder / seal.FILE}", flush=True)
+            self.final(arms, settings, jobs)
         except Stopped as stopped:
             code = stopped.code
-        sys.exit(self.report(jobs, settings, code))
+        sys.exit(self.report(jobs, arms, settings, code))
+
+    def jobs_of(self, arms: Sequence[Arm], seeds: range, phase: str) -> list[Job]:
+        """A job for each seed of every arm, at its learning rate and length."""
+        from wherelm.ablation.plan import make_job
+
+        return [
+            make_job(self.folder, arm, seed, phase, *self.options[arm.label])
+            for seed in seeds
+            for arm in arms
+        ]
+
+    def pilot(self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]) -> None:
+        """Runs the pilot, and says what the plan can find and how long it takes."""
+        from wherelm.ablation import plan, verdict
+
+        first = self.first + plan.PILOT_SEED
+        runs = self.jobs_of(arms, range(first, first + settings.pilot), "pilot")
+        jobs += runs
+        self.launch(runs)
+        left = len(arms) * settings.most
+        print(verdict.announce(runs, left, arms, settings, self.parallel(left)), flush=True)
+
+    def final(self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]) -> None:
+        """The jobs that are compared; of a range of seeds as many as each arm needs."""
+        from wherelm.ablation import plan, verdict
+        from wherelm.ablation.inference.sequential import Looks
+
+        references = plan.references(arms, settings.baseline)
+        sizes = range(settings.fewest, settings.most + 1)
+        looks = Looks(tuple(sizes), len(references))
+        running, done = dict(references), 0
+        if len(sizes) > 1:
+            self.decided = []
+        for look, seeds in enumerate(sizes):
+            needed = [
+                arm
+                for arm in arms
+                if len(sizes) == 1 or arm.label in running or arm.label in running.values()
+            ]
+            runs = self.jobs_of(needed, range(self.first + done, self.first + seeds), "final")
+            jobs += runs
+            self.launch(runs)
+            done = seeds
+            if self.decided is None:
+                return
+            final = [job for job in jobs if job.phase == "final"]
+            found = verdict.p_values(final, settings.metric, references, running)
+            apart, hopeless = looks.decide(look, found, self.decided)
+            self.decided += apart
+            running = {a: b for a, b in running.items() if a not in (*apart, *hopeless)}
+            if not running:
+                return
+
+    def shares(self, arms: Sequence[Arm]) -> dict[str, float]:
+        """The share of the configured length that each arm trains, so that all take one time.
+
+        By the cost of a step, measured once side by side and kept with the sweep.
+        """
+        from wherelm.config import project_root, run_config
+        from wherelm.run_folder import write_json
+        from wherelm.training.cost import step_seconds
+
+        path = self.folder / "cost.json"
+        seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if {arm.label for arm in arms} - seconds.keys():
+            configs = [run_config(arm.config) for arm in arms]
+            threads = configs[0].training.threads or self.threads(len(arms))
+            measured = step_seconds(configs, project_root(), threads)
+            seconds = {arm.label: value for arm, value in zip(arms, measured, strict=True)}
+            write_json(path, seconds)
+        least = min(seconds[arm.label] for arm in arms)
+        shares = {arm.label: round(least / seconds[arm.label], 3) for arm in arms}
+        shown = ", ".join(f"{a} {1000 * seconds[a]:.1f} ms ({s:.0%})" for a, s in shares.items())
+        print(f"equal time; a step, and the share of all steps: {shown}", flush=True)
+        return shares
 
     def arms(self, arguments: Sequence[str], settings: AblationConfig) -> list[Arm]:
         """What is compared, each composed and checked; ValueError before anything is trained."""
-        from wherelm.ablation.plan import Arm, short_hash
+        from wherelm.ablation.plan import Arm, references, short_hash
+        from wherelm.ablation.seal import expect_arms
         from wherelm.config import plain
 
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -112,12 +187,12 @@ class AblationSweeper(BasicSweeper):
             # A file's name, for several files may set up one scheme.
             options = dict(pair.split("=", 1) for pair in pairs)
             label = " ".join([options.get("position", config.position.name), *own])
-            arms.append(Arm(label, tuple(pairs), plain(config)))
-        labels = [arm.label for arm in arms]
-        if settings.baseline is not None and settings.baseline not in labels:
-            raise ValueError(
-                f"ablation.baseline={settings.baseline}: expected one of {', '.join(labels)}"
-            )
+            factors = sorted(varied, key=lambda key: key != "position")
+            levels = tuple((key, options[key]) for key in factors)
+            arms.append(Arm(label, tuple(pairs), plain(config), levels))
+        references(arms, settings.baseline)
+        if settings.rule is not None:
+            expect_arms(settings.rule, [arm.label for arm in arms])
         runs: dict[str, str] = {}
         for arm in arms:
             run = short_hash(arm.config)
@@ -191,7 +266,7 @@ class AblationSweeper(BasicSweeper):
         parallel = self.parallel(len(missing))
         more = [f"hydra.sweep.dir={quoted(self.folder)}", *QUIET]
         if parallel > 1 and missing[0].config["training"]["threads"] is None:
-            more.append(f"training.threads={max(1, state.cores() // parallel)}")
+            more.append(f"training.threads={self.threads(len(missing))}")
         if missing[0].config["data"]["cache"] is None:
             more.append(f"data.cache={quoted(self.folder / state.CACHE)}")
         with self.progress.watching(jobs), self.stopping():
@@ -239,6 +314,12 @@ class AblationSweeper(BasicSweeper):
         if self.kind == "LocalLauncher":
             return min(jobs, self.max_batch_size or cores())
         return 1
+
+    def threads(self, jobs: int) -> int:
+        """The threads of each of so many jobs."""
+        from wherelm.ablation.folder import cores
+
+        return max(1, cores() // self.parallel(jobs))
 
     def tokenize(self, jobs: Sequence[Job]) -> None:
         """Fills the cache once, so that jobs that begin together need not all do it."""
@@ -289,19 +370,18 @@ class AblationSweeper(BasicSweeper):
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def report(self, jobs: Sequence[Job], settings: AblationConfig, code: int) -> int:
+    def report(
+        self, jobs: Sequence[Job], arms: Sequence[Arm], settings: AblationConfig, code: int
+    ) -> int:
         """Writes results.csv and comparison.json, prints them; the exit status of the sweep."""
-        from wherelm.ablation import comparison, results, tables
         from wherelm.ablation import folder as state
+        from wherelm.ablation import results, verdict
         from wherelm.run_folder import figure_of, figures_beside
 
         results.write_csv(self.folder / "results.csv", results.results(jobs))
         final = [job for job in jobs if job.phase == "final"]
         if any(job.status == "complete" for job in final):
-            baseline = settings.baseline or final[0].arm.label
-            found = comparison.compare(final, settings.metric, baseline)
-            comparison.save(found, self.folder / "comparison.json")
-            print(f"\n{tables.table(found, final)}\n")
+            print(f"\n{verdict.answer(self.folder, final, arms, settings, self.decided)}\n")
         print(f"results: {self.folder / 'results.csv'}", flush=True)
         undone = [job for job in jobs if job.status != "complete"]
         for job in undone:

@@ -35,9 +35,9 @@ from tests.benchmarks.simulations import (
     stopped_sweeps,
     table,
 )
-from wherelm.ablation import intervals, sequential
-from wherelm.ablation.effects import deciding, effective_speedup
-from wherelm.ablation.intervals import LEVEL, two_sided, variances
+from wherelm.ablation.inference import intervals, sequential
+from wherelm.ablation.inference.effects import deciding, effective_speedup
+from wherelm.ablation.inference.intervals import LEVEL, two_sided, variances
 
 SWEEPS, QUICK_SWEEPS = 2000, 300
 SEEDS = (3, 5, 10)

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from tests.benchmarks.measure import ROOT, circumstances, write
-from wherelm.ablation.intervals import t_interval
+from wherelm.ablation.inference.intervals import t_interval
 
 CORPORA = ROOT.parent / "shared" / "corpora"
 TOKENS, CONTEXT = 300_000, 1024  # the context holds the longest dialogue

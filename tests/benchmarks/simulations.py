@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wherelm.ablation.effects import Curve
-from wherelm.ablation.intervals import LEVEL, two_sided
-from wherelm.ablation.sequential import Looks
+from wherelm.ablation.inference.effects import Curve
+from wherelm.ablation.inference.intervals import LEVEL, two_sided
+from wherelm.ablation.inference.sequential import Looks
 
 ARMS, EXAMPLES = 10, 1000
 MOST = 24  # seeds of a fixed design, in the search for one of equal power

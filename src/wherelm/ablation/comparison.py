@@ -6,13 +6,14 @@ Shapes: S seeds, E examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from wherelm.ablation.intervals import (
+from wherelm.ablation.inference.effects import Deciding, Speedup, deciding, effective_speedup
+from wherelm.ablation.inference.intervals import (
     FEWEST,
     Error,
     Interval,
@@ -26,41 +27,49 @@ from wherelm.ablation.intervals import (
     variances,
     welch_interval,
 )
-from wherelm.ablation.plan import Job
+from wherelm.ablation.plan import Arm, Job
 from wherelm.run_folder import (
     EXAMPLES,
+    LOWER,
     figure_of,
     higher_is_better,
-    is_training,
     is_validation,
     metric_lines,
     read_scores,
     write_json,
 )
+from wherelm.seeds import numpy_generator
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm less the baseline on the seeds of which both saw the same batches.
+    """An arm less its baseline on the seeds of which both saw the same batches.
 
     `paired` carries Student's interval and p over seeds, never surer than the examples alone allow,
     `unpaired` Welch's of the same runs, `correlation` what pairing gained, and `examples` the
     interval over new seeds and new examples. All are None where there are too few seeds for them.
-    Of the family of all arms: `p_holm`, `adjusted` the ends of intervals that hold together,
-    whether the arm is told apart, and whether it is shown to be equal within the margin.
+    `other_data`: the two saw or were measured on other data, so that nothing pairs and the unpaired
+    interval is the test. Of the family of all arms: `p_holm`, `adjusted` the ends of intervals that
+    hold together, whether the arm is told apart, and whether it is equal within the margin.
     """
 
     arm: str
+    baseline: str
     seeds: tuple[int, ...]
     mean: float
     paired: Interval | None
     unpaired: Interval | None
     correlation: float | None
     examples: Interval | None = None
+    other_data: bool = False
     p_holm: float | None = None
     adjusted: tuple[float, float] | None = None
     told_apart: bool = False
     equal: bool = False
+
+    @property
+    def test(self) -> Interval | None:
+        return self.unpaired if self.other_data else self.paired
 
     def verdict(self, metric: str) -> str:
         """Where a margin was given, a difference within it is equality, however sure it is."""
@@ -75,14 +84,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every arm beside the baseline, by one metric: at equal tokens and at equal time."""
+    """Every arm beside its baseline, by one metric.
+
+    `interactions` are how much an arm's difference at a level of the other factors exceeds that at
+    their first level: a family of their own.
+    """
 
     metric: str
-    time_metric: str  # the same figure on validation, which is measured while a run goes
-    baseline: str
-    equal_tokens: list[Difference]
-    equal_time: list[Difference]
-    unpaired_seeds: dict[str, list[int]]  # complete, but trained or measured on other data
+    differences: list[Difference]
+    interactions: list[Difference]
+    unpaired_seeds: dict[str, list[int]]  # complete beside others that pair, on other data
     failed_seeds: dict[str, list[int]]  # of every arm that has some: they pair with nothing
     margin: float | None = None
 
@@ -90,66 +101,66 @@ class Comparison:
 def compare(
     jobs: Sequence[Job],
     metric: str,
-    baseline: str,
+    references: Mapping[str, str],
     margin: float | None = None,
     critical: Callable[[int], float] = bonferroni,
+    decided: Collection[str] | None = None,
 ) -> Comparison:
     """The comparison of the complete final jobs; failed and missing ones pair with nothing.
 
-    Differences below `margin` do not matter. `critical` is the level of one contrast of so many,
-    at this look: `sequential.critical_now` where the sweep was looked at before.
+    `references` names the baseline of each arm. Differences below `margin` do not matter.
+    `critical` is the level of one contrast of so many, at this look: `sequential.critical_now`
+    where the sweep was looked at before. Where a sequential design has `decided` which arms are
+    told apart, its word counts.
     """
-    if margin is not None and not margin > 0:
-        raise ValueError(f"ablation.margin={margin:g}: expected more than 0")
     complete = [
         job for job in jobs if job.phase == "final" and figure_of(job.summary, metric) is not None
     ]
-    arms = list(dict.fromkeys(job.arm.label for job in complete))
+    arms = {job.arm.label: job.arm for job in complete}
     by_seed = {arm: {j.seed: j for j in complete if j.arm.label == arm} for arm in arms}
-    time_metric = f"validation.{metric.rpartition('.')[2]}"
-    tokens, seconds, other = [], [], {}
-    for arm in (arm for arm in arms if arm != baseline and baseline in by_seed):
-        pairs, strangers = [], []
-        for seed, job in sorted(by_seed[arm].items()):
-            partner = by_seed[baseline].get(seed)
-            if partner is None:
-                continue
-            same = _data_of(job, metric) == _data_of(partner, metric)
-            (pairs if same else strangers).append((job, partner))
-        if strangers:
-            other[arm] = [job.seed for job, _ in strangers]
-        if not pairs:
-            continue
-        values = [[figure_of(job.summary, metric) for job in pair] for pair in pairs]
-        tokens.append(_difference(arm, pairs, values, _examples(pairs, metric)))
-        timed = [at_equal_time(*pair, time_metric) for pair in pairs]
-        if None not in timed:
-            seconds.append(_difference(arm, pairs, timed))
+    differences, other = [], {}
+    for arm in (arm for arm in arms if references.get(arm) in by_seed):
+        own, base = by_seed[arm], by_seed[references[arm]]
+        both = [(own[seed], base[seed]) for seed in sorted(own.keys() & base.keys())]
+        pairs = [pair for pair in both if same_data(*pair, metric)]
+        if pairs and len(pairs) < len(both):
+            other[arm] = [job.seed for job, partner in both if (job, partner) not in pairs]
+        values = [[figure_of(j.summary, metric) for j in side.values()] for side in (own, base)]
+        if pairs:
+            differences.append(_difference(arm, references[arm], pairs, metric))
+        elif both:
+            differences.append(_of_other_data(arm, references[arm], tuple(sorted(own)), *values))
     failed: dict[str, list[int]] = {}
     for job in jobs:
         if job.phase == "final" and job.status == "failed":
             failed.setdefault(job.arm.label, []).append(job.seed)
-    families = (_corrected(family, margin, critical) for family in (tokens, seconds))
-    return Comparison(metric, time_metric, baseline, *families, other, failed, margin)
+    tested = _corrected(differences, margin, critical)
+    if decided is not None:
+        tested = [replace(d, told_apart=d.arm in decided) for d in tested]
+    between = _corrected(_interactions(arms, by_seed, references, metric), None, critical)
+    return Comparison(metric, tested, between, other, failed, margin)
 
 
-def _data_of(job: Job, metric: str) -> tuple[str, ...]:
-    """Hashes of the batches that were learned, and of the splits that are compared."""
-    digests = job.summary.get("digests", {})
-    splits = (metric.rpartition(".")[0], "validation")
-    return job.summary["batches_hash"], *(digests.get(split, "") for split in splits)
+def same_data(own: Job, other: Job, metric: str) -> bool:
+    """Whether both learned the same batches (as far as each went, where time was made equal) and
+    were measured on the same splits."""
+    digests = [job.summary.get("digests", {}) for job in (own, other)]
+    splits = ("train", metric.rpartition(".")[0], "validation")
+    if any(digests[0].get(split) != digests[1].get(split) for split in splits):
+        return False
+    shortened = own.share != 1 or other.share != 1
+    return shortened or own.summary["batches_hash"] == other.summary["batches_hash"]
 
 
 def _difference(
-    arm: str,
-    pairs: Sequence[tuple[Job, Job]],
-    values: Sequence[Sequence[float]],
-    crossed: tuple[Error | None, Interval | None] = (None, None),
+    arm: str, baseline: str, pairs: Sequence[tuple[Job, Job]], metric: str
 ) -> Difference:
+    values = [[figure_of(job.summary, metric) for job in pair] for pair in pairs]
     own_S, base_S = np.array(values, dtype=np.float64).T
-    error, examples = crossed
+    error, examples = _examples(pairs, metric)
     return Difference(
         arm,
+        baseline,
         tuple(job.seed for job, _ in pairs),
         float((own_S - base_S).mean()),
         t_interval(own_S - base_S, error),
@@ -159,16 +170,54 @@ def _difference(
     )
 
 
+def _of_other_data(
+    arm: str, baseline: str, seeds: tuple[int, ...], own_S: list[float], base_S: list[float]
+) -> Difference:
+    mean = float(np.mean(own_S) - np.mean(base_S))
+    interval = welch_interval(own_S, base_S)
+    return Difference(arm, baseline, seeds, mean, None, interval, None, other_data=True)
+
+
+def _interactions(
+    arms: Mapping[str, Arm],
+    by_seed: Mapping[str, Mapping[int, Job]],
+    references: Mapping[str, str],
+    metric: str,
+) -> list[Difference]:
+    """(arm - baseline) at a level of the other factors, less the same at their first level."""
+    first = {}
+    for arm in (arm for arm in arms.values() if arm.levels and arm.label in references):
+        first.setdefault(arm.levels[0], arm)
+    result = []
+    for label, arm in arms.items():
+        base = first.get(arm.levels[0]) if arm.levels and label in references else None
+        if base is None or base is arm or references[label] == references[base.label]:
+            continue
+        names = (label, references[label], base.label, references[base.label])
+        if any(name not in by_seed for name in names):
+            continue
+        own = []
+        seeds = sorted(set.intersection(*(set(by_seed[name]) for name in names)))
+        for seed in seeds:
+            a, b, c, d = (figure_of(by_seed[name][seed].summary, metric) for name in names)
+            own.append((a - b) - (c - d))
+        if own:
+            interval = t_interval(own)
+            mean = float(np.mean(own))
+            result.append(Difference(label, base.label, tuple(seeds), mean, interval, None, None))
+    return result
+
+
 def _corrected(
     differences: Sequence[Difference], margin: float | None, critical: Callable[[int], float]
 ) -> list[Difference]:
     """With what the others of the family make of each; one that is not tested counts in none."""
-    tested = [d for d in differences if d.paired is not None]
-    p_values = [d.paired.p for d in tested]
+    tested = [d for d in differences if d.test is not None]
+    p_values = [d.test.p for d in tested]
     family = zip(
         tested,
         holm(p_values),
-        simultaneous([d.paired for d in tested], critical),
+        simultaneous([d.test for d in tested], critical),
         told_apart(p_values, critical),
         strict=True,
     )
@@ -178,7 +227,7 @@ def _corrected(
             p_holm=p,
             adjusted=ends if math.isfinite(ends[0]) else None,  # no level is left at this look
             told_apart=apart,
-            equal=margin is not None and d.paired.equal_p(margin) <= critical(len(tested)),
+            equal=margin is not None and d.test.equal_p(margin) <= critical(len(tested)),
         )
         for d, p, ends, apart in family
     }
@@ -228,34 +277,43 @@ def example_differences(
     return sums_SE[:, kept], weights_E[kept]
 
 
-def at_equal_time(own: Job, other: Job, metric: str) -> tuple[float, float] | None:
-    """A figure on validation of both at the training time in which the faster of the two ended.
-
-    Between two evaluations it is interpolated; None where the slower was first evaluated later. The
-    slower is read before its schedule ended, which favours the faster.
-    """
-    curves = [validation_curve(job.folder, metric.rpartition(".")[2]) for job in (own, other)]
-    if not all(curves):
-        return None
-    budget = min(curve[-1][0] for curve in curves)
-    if budget < max(curve[0][0] for curve in curves):
-        return None
-    own_value, other_value = (float(np.interp(budget, *zip(*c, strict=True))) for c in curves)
-    return own_value, other_value
-
-
 def validation_curve(folder: Path, figure: str) -> list[tuple[float, float]]:
-    """(seconds of training alone, figure) at each evaluation of the validation split."""
-    seconds, targets, curve = 0.0, 0, []
-    for line in metric_lines(folder):
-        if is_training(line):
-            # A line's own clock also counts reading, evaluating and saving.
-            seconds += (line["targets"] - targets) / line["targets_per_second"]
-            targets = line["targets"]
-        elif is_validation(line) and figure in line:
-            curve.append((seconds, line[figure]))
-    return curve
+    """(targets learned, figure) at each evaluation of the validation split."""
+    lines = [line for line in metric_lines(folder) if is_validation(line) and figure in line]
+    return [(line["targets"], line[figure]) for line in lines]
 
 
-def save(comparison: Comparison, path: Path) -> None:
-    write_json(path, asdict(comparison))
+def speedup(jobs: Sequence[Job], difference: Difference) -> Speedup | None:
+    """What the arm is worth in training of its baseline, by loss on validation."""
+    curves: dict[str, list] = {difference.arm: [], difference.baseline: []}
+    for seed in difference.seeds if not difference.other_data else ():
+        for label, own in curves.items():
+            own += [
+                validation_curve(job.folder, LOWER[0])
+                for job in jobs
+                if (job.phase, job.arm.label, job.seed) == ("final", label, seed)
+            ]
+    own, base = curves.values()
+    if not own or not all(len(curve) > 1 for curve in (*own, *base)):
+        return None
+    return effective_speedup(own, base)
+
+
+def deciding_messages(
+    jobs: Sequence[Job], difference: Difference, metric: str
+) -> tuple[Deciding, Deciding] | None:
+    """The examples that the arm wins with every seed, and those that it loses with every seed."""
+    by = {(j.arm.label, j.seed): j for j in jobs if j.phase == "final"}
+    if difference.other_data:
+        return None
+    pairs = [(by[difference.arm, s], by[difference.baseline, s]) for s in difference.seeds]
+    found = example_differences(pairs, metric)
+    if found is None:
+        return None
+    sign = 1 if higher_is_better(metric) else -1
+    return deciding(sign * found[0], numpy_generator(0, "deciding", difference.arm))
+
+
+def save(comparisons: Sequence[Comparison], path: Path) -> None:
+    """A list with a comparison for each task."""
+    write_json(path, [asdict(comparison) for comparison in comparisons])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wherelm.ablation.inference.intervals import FEWEST
+from wherelm.ablation.seal import clauses
 from wherelm.run_folder import (
     BEYOND,
     EXTRAPOLATION,
@@ -23,7 +27,10 @@ from wherelm.run_folder import (
 )
 
 LEARNING_RATE = "learning_rate"
+LENGTHS = ("steps", "epochs", "tokens")
+SEEDS = re.compile(r"\d+(-\d+)?")
 FACTOR_NAMES = tuple(f"{factor:g}" for factor in FACTORS)
+PILOT_SEED = 9000  # how far behind the first final seed those of a pilot begin
 TUNING_SEED = 1000  # how far behind the first final seed those of tuning begin: they never meet
 
 
@@ -35,8 +42,14 @@ UNNAMED = (("name",), ("seed",), ("tracking",), ("training", "threads"), ("data"
 class AblationConfig:
     """Every arm with `seeds` seeds, by the one `metric` named in advance, against `baseline`.
 
+    `seeds` such as 5-20 looks after each one from the fifth on and stops the arms that are decided.
+    Differences below `margin` do not matter. `question` and `rule` ("alibi <= 1.05; rope > none")
+    are sealed with the plan before the first job. `equal`: every arm has as many tokens, or, with
+    time, the dearer ones train for fewer steps. `pilot` seeds an arm, used for nothing else, first
+    show the spread and what the plan can find.
     A metric of extrapolation has `evaluation.extrapolation` turned on in every arm.
-    `baseline` is the label of an arm; null takes the first one of the command line.
+    `baseline` is a value of the first factor, met within each level of the others, or the label of
+    one arm; null takes the first value of the command line.
     `tune` first gives every arm the same `learning_rates`, a factor 2 apart around the optimizer's
     own, with `tuning_seeds` seeds that are not used again, by validation loss: which cannot judge
     the arms after that.
@@ -44,7 +57,12 @@ class AblationConfig:
 
     metric: str = "validation.loss"
     baseline: str | None = None
-    seeds: int = 3
+    seeds: str = "3"
+    margin: float | None = None
+    question: str | None = None
+    rule: str | None = None
+    equal: str = "tokens"
+    pilot: int = 0
     tune: bool = False
     learning_rates: int = 4
     tuning_seeds: int = 2
@@ -62,10 +80,34 @@ class AblationConfig:
                 f"ablation.tune=true ablation.metric={self.metric}: validation picks the learning "
                 "rates and cannot judge them too; give ablation.metric=test.loss, or another split"
             )
-        for key, least in {"seeds": 1, "learning_rates": 3, "tuning_seeds": 1}.items():
+        if not SEEDS.fullmatch(self.seeds) or not 1 <= self.fewest <= self.most < TUNING_SEED:
+            raise ValueError(
+                f"ablation.seeds={self.seeds}: expected 1 to {TUNING_SEED - 1}, or from-to such as "
+                "5-20"
+            )
+        if self.fewest < self.most and self.fewest < FEWEST:
+            raise ValueError(
+                f"ablation.seeds={self.seeds}: nothing is decided with fewer than {FEWEST} seeds; "
+                f"give {FEWEST}-{self.most} or more"
+            )
+        for key, least in {"learning_rates": 3, "tuning_seeds": 1, "pilot": 0}.items():
             value = getattr(self, key)
             if not least <= value < TUNING_SEED:
                 raise ValueError(f"ablation.{key}={value}: expected {least} to {TUNING_SEED - 1}")
+        if self.margin is not None and not 0 < self.margin < math.inf:
+            raise ValueError(f"ablation.margin={self.margin}: expected more than 0, or null")
+        if self.equal not in ("tokens", "time"):
+            raise ValueError(f"ablation.equal={self.equal}: expected tokens or time")
+        if self.rule is not None:
+            clauses(self.rule)
+
+    @property
+    def fewest(self) -> int:
+        return int(self.seeds.partition("-")[0])
+
+    @property
+    def most(self) -> int:
+        return int(self.seeds.rpartition("-")[2])
 
     def warnings(self) -> list[str]:
         """Settings that cannot act, a line each; told before the first job."""
@@ -122,7 +164,7 @@ class Arm:
 class Job:
     """One run of an arm: its seed, its learning rate and its folder within the sweep's.
 
-    `phase` is "tune" or "final".
+    `phase` is "pilot", "tune" or "final"; `share` of the configured length is what it trains.
     """
 
     arm: Arm
@@ -132,6 +174,7 @@ class Job:
     folder: Path
     config: dict[str, Any]
     overrides: tuple[str, ...]
+    share: float = 1.0
 
     @property
     def status(self) -> str:
@@ -168,7 +211,12 @@ def references(arms: Sequence[Arm], baseline: str | None) -> dict[str, str]:
 
 
 def make_job(
-    sweep: Path, arm: Arm, seed: int, phase: str, learning_rate: float | None = None
+    sweep: Path,
+    arm: Arm,
+    seed: int,
+    phase: str,
+    learning_rate: float | None = None,
+    share: float = 1.0,
 ) -> Job:
     """The job of an arm with this seed; `learning_rate` replaces the configured one.
 
@@ -183,12 +231,17 @@ def make_job(
         for key in (key for key in optimizer if key.endswith(LEARNING_RATE)):
             optimizer[key] = float(f"{optimizer[key] * factor:.6g}")
             changes[f"optimizer.{key}"] = optimizer[key]
+    for key in LENGTHS if share != 1 else ():
+        length = config["training"][key]
+        if length is not None:
+            length = length * share if key == "epochs" else max(1, round(length * share))
+            config["training"][key] = changes[f"training.{key}"] = length
     if phase == "tune":
         config["evaluation"] |= {"splits": ["validation"], "extrapolation": False}
         changes |= {"evaluation.splits": "[validation]", "evaluation.extrapolation": "false"}
     folder = sweep / f"{arm.scheme}-{short_hash(config)}-seed{seed}"
     overrides = (*arm.overrides, *(f"{key}={value}" for key, value in changes.items()))
-    return Job(arm, seed, phase, optimizer[LEARNING_RATE], folder, config, overrides)
+    return Job(arm, seed, phase, optimizer[LEARNING_RATE], folder, config, overrides, share)
 
 
 def short_hash(config: Mapping[str, Any]) -> str:

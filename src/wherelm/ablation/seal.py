@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wherelm.ablation.intervals import Interval, t_interval
+from wherelm.ablation.inference.intervals import Interval, t_interval
 from wherelm.run_folder import write_json
 
 FILE = "plan.json"

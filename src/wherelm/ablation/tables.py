@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from wherelm.ablation.comparison import Comparison, Difference
-from wherelm.ablation.intervals import Interval
+from wherelm.ablation.comparison import Comparison, Difference, deciding_messages, speedup
+from wherelm.ablation.inference.intervals import LEVEL, Interval
 from wherelm.ablation.plan import Job
 from wherelm.run_folder import HIGHER, LOWER, figure_of, higher_is_better
 
@@ -14,27 +14,26 @@ SATURATED = 0.99  # of the way from chance to 1
 GUESSING = 0.05  # of it: nearer to chance than that lies the scatter of lucky guesses
 
 
-def table(comparison: Comparison, jobs: Sequence[Job], chance: float = 0.0) -> str:
-    """The metric of every arm with its difference to the baseline, cost, and secondary figures.
-
-    `chance` is the share that guessing gets of the metric's task.
-    """
-    metric, baseline = comparison.metric, comparison.baseline
+def table(comparison: Comparison, jobs: Sequence[Job], references: Mapping[str, str]) -> str:
+    """The metric of every arm with its difference to its baseline, cost, and secondary figures."""
+    metric = comparison.metric
     final = [job for job in jobs if job.phase == "final"]
     arms = list(dict.fromkeys(job.arm.label for job in final))
     complete = {a: [j for j in final if j.arm.label == a and j.status == "complete"] for a in arms}
     failed = comparison.failed_seeds
+    chance = _chance(complete, metric)
     width = max(12, *(len(arm) + 2 for arm in arms))
     want = "higher" if higher_is_better(metric) else "lower"
+    baselines = list(dict.fromkeys(references.values()))
+    to = f"differences to {baselines[0]}" if len(baselines) == 1 else "each level has a baseline"
     lines = [
-        f"{metric} ({want} is better), named in advance; differences to {baseline}"
+        f"{metric} ({want} is better), named in advance; {to}"
         + (f"; chance {chance:.4g}" if chance else "")
         + (f"; margin {comparison.margin:g}" if comparison.margin is not None else ""),
         "",
-        f"{'equal tokens':{width}}{'adds':>10}{'seeds':>6}{'mean':>9}{'sd':>9}{'failed':>8}"
-        + TESTED,
+        f"{'':{width}}{'adds':>10}{'seeds':>6}{'mean':>9}{'sd':>9}{'failed':>8}" + TESTED,
     ]
-    found = {d.arm: d for d in comparison.equal_tokens}
+    found = {d.arm: d for d in comparison.differences}
     for arm in arms:
         values = values_of(complete[arm], metric)
         spread = f" {statistics.stdev(values):8.4f}" if len(values) > 1 else f"{'-':>9}"
@@ -42,8 +41,10 @@ def table(comparison: Comparison, jobs: Sequence[Job], chance: float = 0.0) -> s
         adds = f"{complete[arm][0].summary['scheme_parameters']:,}" if complete[arm] else "-"
         lost = f"{len(failed.get(arm, []))}/{sum(job.arm.label == arm for job in final)}"
         tested = _tested(found.get(arm), metric)
-        if tested and (arm in failed or baseline in failed):
+        if tested and (arm in failed or references.get(arm) in failed):
             tested += ", of runs that ended"
+        if tested and found[arm].other_data:
+            tested += ", unpaired: other data"
         lines.append(f"{arm:{width}}{adds:>10}{len(values):>6}{mean}{spread}{lost:>8}{tested}")
     lines += [
         f"{arm}: seeds {seeds} failed and are in no pair, which favours {arm} if it is the cause"
@@ -51,19 +52,54 @@ def table(comparison: Comparison, jobs: Sequence[Job], chance: float = 0.0) -> s
     ]
     if warning := saturation(complete, metric, chance):
         lines.append(warning)
+    if comparison.interactions:
+        lines += ["", f"{'interaction':{width}}{'difference more than that of':42}{TESTED}"]
+        lines += [
+            f"{d.arm:{width}}{d.baseline:42}{_tested(d, metric)}" for d in comparison.interactions
+        ]
     lines += [
         "",
         f"{'the same, alone':{width}}{'paired 95 %':>24}{'unpaired 95 %':>24}{'r of pairs':>12}"
         f"{'seeds, examples 95 %':>24}",
     ]
-    for d in comparison.equal_tokens:
+    for d in comparison.differences:
         r = "-" if d.correlation is None else f"{d.correlation:.2f}"
         alone = [f"{_range(_ends(one)):>24}" for one in (d.paired, d.unpaired, d.examples)]
         lines.append(f"{d.arm:{width}}{alone[0]}{alone[1]}{r:>12}{alone[2]}")
+    lines += [line for d in comparison.differences for line in _worth(final, d, metric)]
     lines += ["", *_costs(complete, width), *_secondary(complete, metric, width)]
     for arm, seeds in comparison.unpaired_seeds.items():
-        lines.append(f"{arm}: seeds {seeds} had other data than {baseline} and are not compared")
+        lines.append(f"{arm}: seeds {seeds} had other data than its baseline and are left out")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _chance(complete: dict[str, list[Job]], metric: str) -> float:
+    """The share that always the same reply gets of the metric's split; 0 where it is none."""
+    split, _, figure = metric.rpartition(".")
+    summaries = [job.summary for jobs in complete.values() for job in jobs]
+    if figure != "exact_match" or not summaries:
+        return 0.0
+    return figure_of(summaries[0], f"{split}.chance") or 0.0
+
+
+def _worth(jobs: Sequence[Job], difference: Difference, metric: str) -> list[str]:
+    """What a difference is worth in training, and how many messages decide it."""
+    lines = []
+    if found := speedup(jobs, difference):
+        lines.append(f"{difference.arm}: {found}, by validation loss")
+    if both := deciding_messages(jobs, difference, metric):
+        for what, one in zip(("wins", "loses"), both, strict=True):
+            if one.p < LEVEL:
+                lines.append(
+                    f"{difference.arm} {what} {len(one.examples)} messages with every seed, by "
+                    f"chance {one.by_chance:.0f} (p {one.p:.3f}): {_first(one.examples)}"
+                )
+    return lines
+
+
+def _first(examples: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, examples[:most]))
+    return f"numbers {shown}{', …' if len(examples) > most else ''}"
 
 
 def _ends(interval: Interval | None) -> tuple[float, float] | None:

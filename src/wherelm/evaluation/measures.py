@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,10 +105,20 @@ def measures(scores: Scores, store: TokenStore, tokenizer: Tokenizer) -> dict[st
         "bits_per_byte": nats / math.log(2) / text_bytes if text_bytes else math.nan,
         "targets": targets,
     }
-    exact = exact_matches(scores, replies(store, tokenizer))
+    reply_E = replies(store, tokenizer)
+    exact = exact_matches(scores, reply_E)
     if len(exact):
         result |= {"exact_match": float(exact.mean()), "replies": len(exact)}
+        result["chance"] = chance(store, reply_E)
     return result
+
+
+def chance(store: TokenStore, reply_E: np.ndarray) -> float:
+    """The share of replies that the commonest of them is: what always saying the same gets."""
+    at_N = np.flatnonzero(reply_E >= 0)
+    starts = np.flatnonzero(np.diff(reply_E[at_N], prepend=-1))
+    said = Counter(part.tobytes() for part in np.split(store.ids[at_N], starts[1:]))
+    return said.most_common(1)[0][1] / said.total()
 
 
 def evaluate(
@@ -124,7 +135,7 @@ def evaluate(
 
 def table(splits: dict[str, dict[str, float | int]]) -> str:
     """The figures of several splits as aligned text; untrained reads where there are any."""
-    hidden = {"targets"}
+    hidden = {"targets", "chance"}
     if not any(values.get("untrained_reads") for values in splits.values()):
         hidden.add("untrained_reads")
     columns = dict.fromkeys(key for values in splits.values() for key in values)

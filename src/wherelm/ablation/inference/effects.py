@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wherelm.ablation.intervals import t_interval
+from wherelm.ablation.inference.intervals import t_interval
 
 PERMUTATIONS = 10_000
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from wherelm.ablation.intervals import LEVEL, told_apart
+from wherelm.ablation.inference.intervals import LEVEL, told_apart
 
 POWER = 0.8  # the chance that a plan gives to a difference to be found
 PILOT_CONFIDENCE = 0.8  # that the spread is not larger than a plan takes it for

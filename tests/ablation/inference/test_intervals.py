@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from tests.benchmarks.simulations import replies
-from wherelm.ablation.intervals import (
+from wherelm.ablation.inference.intervals import (
     LEVEL,
     Error,
     correlation,

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from wherelm.ablation.effects import deciding, effective_speedup, log_speedup
+from wherelm.ablation.inference.effects import deciding, effective_speedup, log_speedup
 
 TARGETS = [100, 200, 300, 450, 700, 1000]
 

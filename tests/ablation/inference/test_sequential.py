@@ -3,8 +3,8 @@ import pytest
 from scipy import stats
 
 from tests.benchmarks.simulations import equal_power, paired_p, stopped_sweeps
-from wherelm.ablation import sequential
-from wherelm.ablation.sequential import (
+from wherelm.ablation.inference import sequential
+from wherelm.ablation.inference.sequential import (
     Looks,
     critical_now,
     detectable,

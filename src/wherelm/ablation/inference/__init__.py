@@ -1,0 +1,1 @@
+"""Figures of seeds and examples in; intervals, levels and seeds needed out. Numbers alone."""
