@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from wherelm.command_line import quoted
 
 if TYPE_CHECKING:
+    from wherelm.ablation.course import Course
     from wherelm.ablation.plan import AblationConfig, Arm, Job
     from wherelm.config import RunConfig
 
@@ -51,7 +52,8 @@ class AblationSweeper(BasicSweeper):
         Ends the process: with 1 where jobs failed or did not end, 130 or 143 where it was stopped.
         """
         from wherelm.ablation import folder as state
-        from wherelm.ablation import plan, seal, verdict
+        from wherelm.ablation import plan
+        from wherelm.ablation.course import Course
         from wherelm.ablation.progress import Progress
         from wherelm.config import typed
         from wherelm.run_folder import claim
@@ -67,73 +69,16 @@ class AblationSweeper(BasicSweeper):
         self.folder = claim(place, given(self.config, "hydra.sweep.dir"))
         state.go(self.folder)
         tuned = settings.tune * settings.learning_rates * settings.tuning_seeds
-        self.progress = Progress(len(arms) * (settings.pilot + tuned + settings.most))
-        jobs: list[Job] = []
-        code, self.decided, self.first = 0, None, arms[0].config["seed"]
+        progress = Progress(len(arms) * (settings.pilot + tuned + settings.most))
+        self.progress = progress
+        course, code = Course(self.folder, arms, settings, self.launch, progress), 0
         try:
-            shares = self.shares(arms) if settings.equal == "time" else {}
-            rates = self.tune(arms, settings, jobs) if settings.tune else {}
-            self.options = {a.label: (rates.get(a.label), shares.get(a.label, 1.0)) for a in arms}
-            if settings.pilot:
-                self.pilot(arms, settings, jobs)
-            plans = verdict.sealed(self.folder, settings, arms)
-            print(f"plan {plans[-1]['hash']}, sealed in {self.folder / seal.FILE}", flush=True)
-            self.final(arms, settings, jobs)
+            if settings.equal == "time":
+                course.shares = self.shares(arms)
+            course.run(self.parallel(len(arms) * settings.most))
         except Stopped as stopped:
             code = stopped.code
-        sys.exit(self.report(jobs, arms, settings, code))
-
-    def jobs_of(self, arms: Sequence[Arm], seeds: range, phase: str) -> list[Job]:
-        """A job for each seed of every arm, at its learning rate and length."""
-        from wherelm.ablation.plan import make_job
-
-        return [
-            make_job(self.folder, arm, seed, phase, *self.options[arm.label])
-            for seed in seeds
-            for arm in arms
-        ]
-
-    def pilot(self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]) -> None:
-        """Runs the pilot, and says what the plan can find and how long it takes."""
-        from wherelm.ablation import plan, verdict
-
-        first = self.first + plan.PILOT_SEED
-        runs = self.jobs_of(arms, range(first, first + settings.pilot), "pilot")
-        jobs += runs
-        self.launch(runs)
-        left = len(arms) * settings.most
-        print(verdict.announce(runs, left, arms, settings, self.parallel(left)), flush=True)
-
-    def final(self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]) -> None:
-        """The jobs that are compared; of a range of seeds as many as each arm needs."""
-        from wherelm.ablation import plan, verdict
-        from wherelm.ablation.inference.sequential import Looks
-
-        references = plan.references(arms, settings.baseline)
-        sizes = range(settings.fewest, settings.most + 1)
-        looks = Looks(tuple(sizes), len(references))
-        running, done = dict(references), 0
-        if len(sizes) > 1:
-            self.decided = []
-        for look, seeds in enumerate(sizes):
-            needed = [
-                arm
-                for arm in arms
-                if len(sizes) == 1 or arm.label in running or arm.label in running.values()
-            ]
-            runs = self.jobs_of(needed, range(self.first + done, self.first + seeds), "final")
-            jobs += runs
-            self.launch(runs)
-            done = seeds
-            if self.decided is None:
-                return
-            final = [job for job in jobs if job.phase == "final"]
-            found = verdict.p_values(final, settings.metric, references, running)
-            apart, hopeless = looks.decide(look, found, self.decided)
-            self.decided += apart
-            running = {a: b for a, b in running.items() if a not in (*apart, *hopeless)}
-            if not running:
-                return
+        sys.exit(self.report(course, code))
 
     def shares(self, arms: Sequence[Arm]) -> dict[str, float]:
         """The share of the configured length that each arm trains, so that all take one time.
@@ -218,40 +163,6 @@ class AblationSweeper(BasicSweeper):
             )
         finally:
             HydraConfig.instance().cfg = former
-
-    def tune(
-        self, arms: Sequence[Arm], settings: AblationConfig, jobs: list[Job]
-    ) -> dict[str, float]:
-        """Each arm's learning rate by validation; one at the grid's edge widens it for all.
-
-        `jobs` receives the runs that this took.
-        """
-        from wherelm.ablation import plan, tuning
-
-        first = arms[0].config["seed"] + plan.TUNING_SEED
-        lower = upper = 0
-        for widening in range(tuning.WIDENINGS + 1):
-            jobs[:] = [
-                plan.make_job(self.folder, arm, seed, "tune", rate)
-                for seed in range(first, first + settings.tuning_seeds)
-                for arm in arms
-                for rate in tuning.grid(
-                    arm.config["optimizer"]["learning_rate"],
-                    settings.learning_rates,
-                    lower,
-                    upper,
-                )
-            ]
-            self.launch(jobs)
-            curves = tuning.sensitivities(jobs)
-            tuning.write_tuning(self.folder / "tuning.csv", curves)
-            edges = {curve.edge for curve in curves} - {None}
-            if not edges or widening == tuning.WIDENINGS:
-                break
-            lower, upper = lower + ("lowest" in edges), upper + ("highest" in edges)
-            self.progress.total += len(edges) * len(arms) * settings.tuning_seeds
-        print(tuning.tuning_table(curves), flush=True)
-        return {curve.arm.label: curve.best for curve in curves if curve.best is not None}
 
     def launch(self, jobs: Sequence[Job]) -> None:
         """Runs those that are not complete, through Hydra's launcher; Stopped where it was told to.
@@ -370,18 +281,18 @@ class AblationSweeper(BasicSweeper):
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def report(
-        self, jobs: Sequence[Job], arms: Sequence[Arm], settings: AblationConfig, code: int
-    ) -> int:
+    def report(self, course: Course, code: int) -> int:
         """Writes results.csv and comparison.json, prints them; the exit status of the sweep."""
         from wherelm.ablation import folder as state
         from wherelm.ablation import results, verdict
         from wherelm.run_folder import figure_of, figures_beside
 
+        jobs, settings = course.jobs, course.settings
         results.write_csv(self.folder / "results.csv", results.results(jobs))
         final = [job for job in jobs if job.phase == "final"]
         if any(job.status == "complete" for job in final):
-            print(f"\n{verdict.answer(self.folder, final, arms, settings, self.decided)}\n")
+            answer = verdict.answer(self.folder, final, course.arms, settings, course.decided)
+            print(f"\n{answer}\n")
         print(f"results: {self.folder / 'results.csv'}", flush=True)
         undone = [job for job in jobs if job.status != "complete"]
         for job in undone:

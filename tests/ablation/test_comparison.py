@@ -7,7 +7,7 @@ from scipy import stats
 from tests.ablation.test_plan import arm
 from wherelm.ablation import comparison, tables
 from wherelm.ablation.folder import write_failure
-from wherelm.ablation.plan import make_job
+from wherelm.ablation.plan import Arm, make_job, references
 
 LOSSES = {
     "rope": [1.00, 1.20, 0.90, 1.10],
@@ -43,10 +43,22 @@ def write_metrics(job, seconds_a_step, evaluations):
         lines.append({"step": step, "targets": 10 * step, "targets_per_second": 10 / seconds})
         lines[-1]["seconds"] = 100.0 * step
         if step in losses:
-            lines.append({"step": step, "split": "validation", "loss": losses[step]})
+            lines.append(
+                {"step": step, "split": "validation", "targets": 10 * step, "loss": losses[step]}
+            )
     lines.append({"step": step, "split": "validation", "final": True, "loss": 9.0})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (job.folder / "metrics.jsonl").write_text(text)
+
+
+def compare(jobs, metric, margin=None, references=None, **options):
+    """Every arm beside rope, unless told otherwise."""
+    references = references or {job.arm.label: "rope" for job in jobs if job.arm.label != "rope"}
+    return comparison.compare(jobs, metric, references, margin, **options)
+
+
+def table(found, jobs):
+    return tables.table(found, jobs, {d.arm: d.baseline for d in found.differences})
 
 
 def sweep(folder, losses):
@@ -59,7 +71,7 @@ def sweep(folder, losses):
 
 def test_differences_are_paired_by_seed_and_corrected_for_their_number(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
-    found = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    found = compare(jobs, "validation.loss").differences
     assert [d.arm for d in found] == ["alibi", "none"]
     p_values = []
     for difference in found:
@@ -92,13 +104,18 @@ def test_runs_on_other_batches_are_never_paired(tmp_path):
         finish(make_job(tmp_path, arm("none"), seed, "final"), loss, "other")
         for seed, loss in enumerate(LOSSES["none"])
     ]
-    found = comparison.compare([*rope, *alibi, *none], "validation.loss", "rope")
-    (difference,) = found.equal_tokens
+    found = compare([*rope, *alibi, *none], "validation.loss")
+    difference, other = found.differences
     assert (difference.arm, difference.seeds) == ("alibi", (0, 1, 3))
     assert difference.mean == pytest.approx((0.12 + 0.09 + 0.10) / 3)
-    assert found.unpaired_seeds == {"alibi": [2], "none": [0, 1, 2, 3]}
-    text = tables.table(found, [*rope, *alibi, *none])
-    assert "alibi: seeds [2] had other data than rope and are not compared" in text
+    assert found.unpaired_seeds == {"alibi": [2]}
+    text = table(found, [*rope, *alibi, *none])
+    assert "alibi: seeds [2] had other data than its baseline and are left out" in text
+    # An arm none of whose runs pairs is compared all the same, by Welch's interval, and said so.
+    assert (other.arm, other.paired, other.other_data) == ("none", None, True)
+    expected = stats.ttest_ind(LOSSES["none"], LOSSES["rope"], equal_var=False)
+    assert other.test.p == pytest.approx(expected.pvalue)
+    assert "not told apart, unpaired: other data" in text
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -109,58 +126,78 @@ def test_runs_that_were_measured_on_other_data_are_not_paired(tmp_path, split):
         digests[split] += job.arm.scheme
         place = job.folder / "summary.json"
         place.write_text(json.dumps(json.loads(place.read_text()) | {"digests": digests}))
-    found = comparison.compare(jobs, "test.loss", "rope")
-    assert found.equal_tokens == []
-    assert found.unpaired_seeds == {"alibi": [0, 1, 2, 3]}
+    (found,) = compare(jobs, "test.loss").differences
+    assert (found.paired, found.other_data) == (None, True)
+
+
+def test_runs_that_were_shortened_to_equal_time_pair_with_longer_ones_on_the_same_data(tmp_path):
+    """Their batches are the first ones of the longer run, so their hashes differ."""
+    arms = [arm(name) for name in ("rope", "alibi")]
+    for each in arms:
+        each.config["training"] |= {"steps": 100, "epochs": None, "tokens": None}
+    for share, paired in ((0.5, True), (1.0, False)):
+        jobs = [
+            finish(
+                make_job(tmp_path / str(share), each, seed, "final", None, own), loss, each.label
+            )
+            for each, own in zip(arms, (1.0, share), strict=True)
+            for seed, loss in enumerate(LOSSES[each.label])
+        ]
+        (found,) = compare(jobs, "validation.loss").differences
+        assert (found.paired is not None) == paired
+    shortened = make_job(tmp_path, arms[0], 0, "final", None, 0.25)
+    assert shortened.config["training"]["steps"] == 25
+    assert "training.steps=25" in shortened.overrides
+
+
+def test_an_interaction_is_the_difference_of_differences_between_levels(tmp_path):
+    values = {("rope", "2"): 1.0, ("alibi", "2"): 1.1, ("rope", "5"): 0.5, ("alibi", "5"): 0.9}
+    noise = np.random.default_rng(0).normal(0, 0.01, (4, 5))
+    jobs, expected = [], {}
+    for (scheme, layers), scatter in zip(values, noise, strict=True):
+        config = {**arm(scheme).config, "model": {"layers": layers}}
+        label = f"{scheme} model.layers={layers}"
+        one = Arm(label, (), config, (("position", scheme), ("model.layers", layers)))
+        for seed in range(5):
+            expected[scheme, layers, seed] = values[scheme, layers] + scatter[seed]
+            job = make_job(tmp_path, one, seed, "final")
+            jobs.append(finish(job, expected[scheme, layers, seed]))
+    found = compare(jobs, "validation.loss", None, references([j.arm for j in jobs], None))
+    assert [(d.arm, d.baseline) for d in found.differences] == [
+        ("alibi model.layers=2", "rope model.layers=2"),
+        ("alibi model.layers=5", "rope model.layers=5"),
+    ]
+    (between,) = found.interactions
+    own = [
+        expected["alibi", "5", s]
+        - expected["rope", "5", s]
+        - expected["alibi", "2", s]
+        + expected["rope", "2", s]
+        for s in range(5)
+    ]
+    assert (between.arm, between.baseline) == ("alibi model.layers=5", "alibi model.layers=2")
+    assert between.mean == pytest.approx(np.mean(own))
+    assert between.paired.p == pytest.approx(stats.ttest_1samp(own, 0).pvalue)
+    assert between.verdict("validation.loss") == "worse"
 
 
 def test_failed_and_tuning_runs_pair_with_nothing(tmp_path):
     jobs = sweep(tmp_path, {"rope": LOSSES["rope"], "alibi": LOSSES["alibi"]})
     write_failure(jobs[0].folder, ValueError("lost"))
     tuning = finish(make_job(tmp_path, arm("alibi"), 0, "tune"), 7.0)
-    found = comparison.compare([*jobs, tuning], "validation.loss", "rope")
-    assert found.equal_tokens[0].seeds == (1, 2, 3)
-    without = comparison.compare(jobs[4:], "validation.loss", "rope")
-    assert without.equal_tokens == without.equal_time == []
+    found = compare([*jobs, tuning], "validation.loss")
+    assert found.differences[0].seeds == (1, 2, 3)
+    without = compare(jobs[4:], "validation.loss")
+    assert without.differences == []
 
 
 def test_fewer_than_three_seeds_give_a_mean_but_no_interval(tmp_path):
     jobs = sweep(tmp_path, {name: values[:2] for name, values in LOSSES.items()})
-    found = comparison.compare(jobs, "validation.loss", "rope")
-    for difference in (*found.equal_tokens, *found.equal_time):
+    found = compare(jobs, "validation.loss")
+    for difference in found.differences:
         assert difference.paired is difference.unpaired is difference.p_holm is None
         assert difference.verdict("validation.loss") == "too few seeds"
-    assert "too few seeds" in tables.table(found, jobs)
-
-
-def test_equal_time_is_where_the_faster_ended(tmp_path):
-    slow, fast = (finish(make_job(tmp_path, arm(n), 0, "final"), 1.0) for n in ("alibi", "rope"))
-    steps = range(1, 5)
-    write_metrics(slow, [(s, 2.0) for s in steps], [(1, 3.0), (2, 2.0), (4, 1.0)])
-    write_metrics(fast, [(s, 1.5) for s in steps], [(1, 4.0), (4, 0.5)])
-    # Fast ended after 6 s; there slow is half way from its second step (4 s) to its fourth (8 s).
-    assert comparison.at_equal_time(slow, fast, "validation.loss") == pytest.approx((1.5, 0.5))
-    assert comparison.at_equal_time(fast, slow, "validation.loss") == pytest.approx((0.5, 1.5))
-    write_metrics(slow, [(s, 2.0) for s in steps], [(4, 1.0)])
-    assert comparison.at_equal_time(slow, fast, "validation.loss") is None
-    found = comparison.compare([slow, fast], "validation.loss", "rope")
-    assert found.equal_time == []
-
-
-def test_a_sweep_without_a_verdict_at_equal_time_does_not_speak_of_it(tmp_path):
-    jobs = sweep(tmp_path, LOSSES)
-    found = comparison.compare(jobs, "validation.loss", "rope")
-    assert any(d.paired for d in found.equal_time)
-    text = tables.table(found, jobs)
-    assert "equal time" in text
-    assert "evaluated too late" not in text
-    (late,) = (job for job in jobs if (job.arm.label, job.seed) == ("alibi", 0))
-    write_metrics(late, [(s, 9.0) for s in range(1, 5)], [(4, 1.0)])
-    some = comparison.compare(jobs, "validation.loss", "rope")
-    assert 0 < len(some.equal_time) < len(some.equal_tokens)
-    assert "evaluated too late" in tables.table(some, jobs)
-    few = [job for job in jobs if job.seed < 2]
-    assert "equal time" not in tables.table(comparison.compare(few, "validation.loss", "rope"), few)
+    assert "too few seeds" in table(found, jobs)
 
 
 def test_examples_have_their_interval_where_all_runs_scored_the_same_ones(tmp_path):
@@ -173,13 +210,13 @@ def test_examples_have_their_interval_where_all_runs_scored_the_same_ones(tmp_pa
         nats = targets * (1 + shift) + generator.normal(0, 0.05, 50)
         sums[job.arm.scheme, job.seed] = nats
         np.savez(job.folder / "scores-validation.npz", nats=nats, targets=targets)
-    (found,) = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    (found,) = compare(jobs, "validation.loss").differences
     differences = [(sums["alibi", s] - sums["rope", s]).sum() / targets.sum() for s in range(4)]
     assert found.examples.mean == pytest.approx(np.mean(differences))
     assert found.examples.low < np.mean(differences) < found.examples.high
     assert 0.15 < found.examples.low < found.examples.high < 0.25
     np.savez(jobs[0].folder / "scores-validation.npz", nats=targets, targets=targets[::-1] + 1)
-    (found,) = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    (found,) = compare(jobs, "validation.loss").differences
     assert found.examples is None
 
 
@@ -193,7 +230,7 @@ def test_a_metric_at_an_end_of_its_range_for_every_arm_is_said(tmp_path, values,
         for name, value in zip(("rope", "alibi"), values, strict=True)
     ]
     metric = "validation.exact_match"
-    text = tables.table(comparison.compare(jobs, metric, "rope"), jobs)
+    text = table(compare(jobs, metric), jobs)
     assert (f"{metric} {words}" in text) if words else ("saturated" not in text)
     assert "begun" not in text or words == "has not begun"
 
@@ -204,9 +241,14 @@ def test_floor_and_ceiling_are_measured_from_chance(tmp_path):
         finish(make_job(tmp_path, arm(name), 0, "final"), 1.0, exact_match=value)
         for name, value in (("rope", 0.51), ("alibi", 0.49))
     ]
-    found = comparison.compare(jobs, "validation.exact_match", "rope")
-    assert "begun" not in tables.table(found, jobs)
-    text = tables.table(found, jobs, chance=0.5)
+    found = compare(jobs, "validation.exact_match")
+    assert "begun" not in table(found, jobs)
+    for job in jobs:
+        place = job.folder / "summary.json"
+        summary = json.loads(place.read_text())
+        summary["splits"]["validation"]["chance"] = 0.5
+        place.write_text(json.dumps(summary))
+    text = table(found, jobs)
     assert "has not begun: at most 0.525 (0.5 by chance)" in text
     assert "; chance 0.5\n" in text
     complete = {"rope": [jobs[0]]}
@@ -231,19 +273,19 @@ def test_one_reply_in_a_thousand_is_not_better_in_however_many_seeds(tmp_path):
         for name, right in (("rope", 950), ("alibi", 951))
         for seed in range(5)
     ]
-    (found,) = comparison.compare(jobs, "validation.exact_match", "rope").equal_tokens
+    (found,) = compare(jobs, "validation.exact_match").differences
     assert found.paired is None
     assert found.verdict("validation.exact_match") == "not told apart"
     write_exact(jobs, [950] * 5 + [951] * 5)
-    compared = comparison.compare(jobs, "validation.exact_match", "rope")
-    (found,) = compared.equal_tokens
+    compared = compare(jobs, "validation.exact_match")
+    (found,) = compared.differences
     assert found.mean == pytest.approx(0.001)
     assert found.p_holm > 0.3
     assert found.paired.low < 0 < found.paired.high
     assert found.verdict("validation.exact_match") == "not told apart"
-    assert "not told apart" in tables.table(compared, jobs)
+    assert "not told apart" in table(compared, jobs)
     write_exact(jobs, [900] * 5 + [951] * 5)
-    (found,) = comparison.compare(jobs, "validation.exact_match", "rope").equal_tokens
+    (found,) = compare(jobs, "validation.exact_match").differences
     assert found.examples is not None
 
 
@@ -251,42 +293,40 @@ def test_a_difference_within_the_margin_is_equality(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
 
     def verdicts(margin):
-        found = comparison.compare(jobs, "validation.loss", "rope", margin).equal_tokens
+        found = compare(jobs, "validation.loss", margin).differences
         return [d.verdict("validation.loss") for d in found]
 
     assert verdicts(None) == ["worse", "not told apart"]
     assert verdicts(1.0) == ["equal within margin"] * 2
     assert verdicts(0.08) == ["worse", "not told apart"]
-    text = tables.table(comparison.compare(jobs, "validation.loss", "rope", 1.0), jobs)
+    text = table(compare(jobs, "validation.loss", 1.0), jobs)
     assert text.splitlines()[0].endswith("; margin 1")
-    with pytest.raises(ValueError, match=r"ablation.margin=0: expected more than 0"):
-        comparison.compare(jobs, "validation.loss", "rope", 0.0)
 
 
 def test_intervals_in_the_table_are_those_of_the_whole_family_at_this_look(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
-    alibi, none = comparison.compare(jobs, "validation.loss", "rope").equal_tokens
+    alibi, none = compare(jobs, "validation.loss").differences
     differences = np.subtract(LOSSES["alibi"], LOSSES["rope"])
     ends = stats.ttest_1samp(differences, 0).confidence_interval(1 - 0.05 / 2)
     assert alibi.adjusted == pytest.approx(tuple(ends))
     assert none.adjusted[0] < none.paired.low < 0 < none.paired.high < none.adjusted[1]
-    later = comparison.compare(jobs, "validation.loss", "rope", critical=lambda family: 1e-9)
-    assert [d.verdict("validation.loss") for d in later.equal_tokens] == ["not told apart"] * 2
-    assert later.equal_tokens[0].adjusted[0] < 0
-    text = tables.table(later, jobs)
-    assert f"{later.equal_tokens[0].adjusted[0]:+.4f}" in text
-    spent = comparison.compare(jobs, "validation.loss", "rope", critical=lambda family: 0.0)
-    assert spent.equal_tokens[0].adjusted is None
-    assert spent.equal_tokens[0].verdict("validation.loss") == "not told apart"
+    later = compare(jobs, "validation.loss", critical=lambda family: 1e-9)
+    assert [d.verdict("validation.loss") for d in later.differences] == ["not told apart"] * 2
+    assert later.differences[0].adjusted[0] < 0
+    text = table(later, jobs)
+    assert f"{later.differences[0].adjusted[0]:+.4f}" in text
+    spent = compare(jobs, "validation.loss", critical=lambda family: 0.0)
+    assert spent.differences[0].adjusted is None
+    assert spent.differences[0].verdict("validation.loss") == "not told apart"
 
 
 def test_failed_runs_are_counted_and_no_arm_gains_by_them_in_silence(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
     write_failure(jobs[5].folder, ValueError("diverged"))
     assert (jobs[5].arm.label, jobs[5].seed) == ("alibi", 1)
-    found = comparison.compare(jobs, "validation.loss", "rope")
+    found = compare(jobs, "validation.loss")
     assert found.failed_seeds == {"alibi": [1]}
-    lines = tables.table(found, jobs).split("equal time")[0].splitlines()
+    lines = table(found, jobs).split("the same, alone")[0].splitlines()
     (alibi,) = [line for line in lines if line.startswith("alibi ")]
     assert "1/4" in alibi.split()
     assert alibi.endswith(", of runs that ended")
@@ -298,15 +338,15 @@ def test_failed_runs_are_counted_and_no_arm_gains_by_them_in_silence(tmp_path):
 
 def test_the_table_names_the_metric_the_parameters_added_and_marks_what_is_secondary(tmp_path):
     jobs = sweep(tmp_path, LOSSES)
-    found = comparison.compare(jobs, "validation.loss", "rope")
-    text = tables.table(found, jobs)
+    found = compare(jobs, "validation.loss")
+    text = table(found, jobs)
     assert text.startswith("validation.loss (lower is better), named in advance")
     main, secondary = text.split("secondary loss")
-    (row,) = [line for line in main.split("equal time")[0].splitlines() if line[:5] == "alibi"]
+    (row,) = [line for line in main.split("the same, alone")[0].splitlines() if line[:5] == "alibi"]
     assert row.split()[:4] == ["alibi", "4", "4", "1.1600"]
     assert row.endswith("worse")
     assert "0/4" in row.split()
     assert secondary.splitlines()[0].split() == ["test"]
-    comparison.save(found, tmp_path / "comparison.json")
+    comparison.save([found], tmp_path / "comparison.json")
     saved = json.loads((tmp_path / "comparison.json").read_text())
-    assert saved["equal_tokens"][0]["paired"]["mean"] == pytest.approx(0.11)
+    assert saved[0]["differences"][0]["paired"]["mean"] == pytest.approx(0.11)

@@ -31,8 +31,8 @@ def with_extrapolation(jobs):
 def test_it_has_pairs_a_correction_and_intervals_over_seeds_and_stretches(tmp_path, figure):
     arms = {name: [1.0, 1.1, 1.2, 1.3] for name in ("rope", "alibi", "none")}
     jobs, metric = with_extrapolation(sweep(tmp_path, arms)), f"{PLACE}.{figure}"
-    found = comparison.compare(jobs, metric, "rope")
-    alibi, none = found.equal_tokens
+    found = comparison.compare(jobs, metric, {"alibi": "rope", "none": "rope"})
+    alibi, none = found.differences
     assert alibi.mean == pytest.approx(-0.2 * (1 + (figure == "loss")), abs=0.05)
     assert alibi.verdict(metric) == "better"
     assert none.verdict(metric) == "not told apart"
@@ -41,10 +41,12 @@ def test_it_has_pairs_a_correction_and_intervals_over_seeds_and_stretches(tmp_pa
         assert difference.p_holm >= difference.paired.p
         low, high = difference.examples.low, difference.examples.high
         assert low < difference.mean < high
-    assert f"{metric} (lower is better)" in tables.table(found, jobs)
+    assert f"{metric} (lower is better)" in tables.table(
+        found, jobs, {"alibi": "rope", "none": "rope"}
+    )
 
 
 def test_tuning_for_it_goes_by_validation_loss(tmp_path):
     jobs = sweep(tmp_path, {"rope": [1.5]})
-    (curve,) = tuning.sensitivities(jobs, f"{PLACE}.ratio_to_1")
+    (curve,) = tuning.sensitivities(jobs)
     assert list(curve.values.values()) == [1.5]

@@ -6,6 +6,7 @@ import pytest
 
 from wherelm.ablation import folder as state
 from wherelm.ablation import plan, results, tuning
+from wherelm.ablation.course import Course
 from wherelm.ablation.plan import AblationConfig, Arm, make_job
 from wherelm.ablation.progress import Progress
 from wherelm.run_folder import SUMMARY, figure_of, figures_beside
@@ -22,7 +23,7 @@ def arm(scheme, **position):
         "position": {"name": scheme, **position},
         "data": {"train": "some.jsonl", "cache": ".cache"},
         "optimizer": dict(MUON),
-        "training": {"steps": 3, "threads": None},
+        "training": {"steps": 3, "epochs": None, "tokens": None, "threads": None},
         "evaluation": {"splits": None, "extrapolation": True},
         "tracking": {"name": "none"},
     }
@@ -45,8 +46,13 @@ def write_summary(job, status="complete", loss=1.0, **more):
         ({"metric": "extrapolation.windows.3.loss"}, r"FACTOR one of 1, 1\.25, 1\.5, 2, 4, 8"),
         ({"metric": "extrapolation.windows.loss"}, r"FACTOR one of 1, 1\.25, 1\.5, 2, 4, 8"),
         ({"metric": "extrapolation.windows.8.accuracy"}, r"FIGURE one of loss, bits_per_byte, r"),
-        ({"seeds": 0}, r"ablation\.seeds=0: expected 1 to 999"),
-        ({"seeds": 1000}, r"ablation\.seeds=1000: expected 1 to 999"),
+        ({"seeds": "0"}, r"ablation\.seeds=0: expected 1 to 999"),
+        ({"seeds": "1000"}, r"ablation\.seeds=1000: expected 1 to 999"),
+        ({"seeds": "9-5"}, r"ablation\.seeds=9-5: expected 1 to 999, or from-to such as 5-20"),
+        ({"seeds": "2-9"}, r"ablation\.seeds=2-9: nothing is decided with fewer than 3 seeds"),
+        ({"margin": 0.0}, r"ablation\.margin=0\.0: expected more than 0"),
+        ({"equal": "watts"}, r"ablation\.equal=watts: expected tokens or time"),
+        ({"rule": "rope wins"}, r"ablation\.rule=rope wins: .* cannot be read"),
         ({"learning_rates": 2}, r"ablation\.learning_rates=2: expected 3 to 999"),
         ({"tuning_seeds": 0}, r"ablation\.tuning_seeds=0: expected 1 to 999"),
     ],
@@ -195,14 +201,9 @@ def test_a_folder_says_how_far_its_job_came_and_what_of_it_is_kept(tmp_path):
 
 def tuned(sweep, best, settings, first_seed=0):
     """The rates that tuning picks where an arm's loss is a parabola around its best rate."""
-    # Not at the top: Hydra executes the modules of its plugins anew when it looks for them.
-    from hydra_plugins.wherelm_sweeper import AblationSweeper
-
     arms = [arm(name) for name in best]
     for each in arms:
         each.config["seed"] = first_seed
-    sweeper = AblationSweeper(max_batch_size=None)
-    sweeper.folder, sweeper.progress = sweep, Progress(99)
 
     def launch(jobs):
         for job in jobs:
@@ -210,9 +211,9 @@ def tuned(sweep, best, settings, first_seed=0):
                 octaves = job.learning_rate / best[job.arm.label]
                 write_summary(job, loss=abs(octaves - 1 / octaves) + job.seed / 1e6)
 
-    sweeper.launch = launch
-    jobs = []
-    return sweeper.tune(arms, settings, jobs), jobs, sweeper.progress.total - 99
+    course = Course(sweep, arms, settings, launch, Progress(99))
+    course.tune()
+    return course.rates, course.jobs, course.progress.total - 99
 
 
 def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_path):
@@ -231,10 +232,10 @@ def test_tuning_gives_every_arm_the_same_grid_and_picks_each_its_own_rate(tmp_pa
 
 
 def test_tuning_never_meets_a_final_seed_wherever_those_begin(tmp_path):
-    most = AblationConfig("test.loss", seeds=plan.TUNING_SEED - 1, tune=True)
+    most = AblationConfig("test.loss", seeds=str(plan.TUNING_SEED - 1), tune=True)
     for first in (0, 998, plan.TUNING_SEED):
         _, jobs, _ = tuned(tmp_path / str(first), {"rope": 0.01}, most, first)
-        assert not {job.seed for job in jobs} & set(range(first, first + most.seeds))
+        assert not {job.seed for job in jobs} & set(range(first, first + most.most))
 
 
 def test_a_best_rate_at_the_edge_widens_the_grid_for_all_arms(tmp_path, capsys):

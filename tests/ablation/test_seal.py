@@ -9,8 +9,11 @@ SEEDS = range(5)
 
 
 def values(**means):
-    """Five seeds of each arm around its mean, in step with each other."""
-    return {arm: {s: mean + 0.01 * (s - 2) for s in SEEDS} for arm, mean in means.items()}
+    """Five seeds of each arm around its mean, in step with each other but for a little."""
+    return {
+        arm: {s: mean + (0.01 + 0.001 * i) * (s - 2) for s in SEEDS}
+        for i, (arm, mean) in enumerate(means.items())
+    }
 
 
 def test_a_rule_is_kept_where_every_interval_lies_on_the_predicted_side():

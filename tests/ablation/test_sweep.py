@@ -166,7 +166,7 @@ def test_a_job_that_fails_leaves_a_row_and_an_exit_status_and_the_others_go_on(f
     assert f"hydra.sweep.dir={sweep}" in hint
     assert "Traceback" not in error
     assert "Traceback" not in out
-    compared = json.loads((sweep / "comparison.json").read_text())["equal_tokens"]
+    compared = json.loads((sweep / "comparison.json").read_text())[0]["differences"]
     assert [one["arm"].rpartition("=")[2] for one in compared] == list(RATES[2:])
 
 

@@ -81,7 +81,7 @@ def p_values(
 
 
 def announce(
-    pilot: Sequence[Job], jobs: int, arms: Sequence[Arm], settings: AblationConfig, parallel: int
+    pilot: Sequence[Job], arms: Sequence[Arm], settings: AblationConfig, parallel: int
 ) -> str:
     """What the plan will find and take, by the runs of a pilot."""
     figures = [
@@ -96,10 +96,11 @@ def announce(
         return "pilot: no spread to plan by"
     words = sequential.forecast(spread.upper, contrasts, settings.most, settings.margin)
     each = statistics.median(job.summary["seconds"] for job in pilot)
+    seconds = each * len(arms) * settings.most / parallel
     inside = " (the arms' own differences are in it)" if spread.arms_in_it else ""
     return (
         f"pilot: a difference of one seed has a standard deviation of at most "
-        f"{spread.upper:.2g}{inside}; {words}; about {clock(each * jobs / parallel)}"
+        f"{spread.upper:.2g}{inside}; {words}; about {clock(seconds)}"
     )
 
 
