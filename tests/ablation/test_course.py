@@ -10,7 +10,7 @@ from wherelm.ablation.course import Course
 from wherelm.ablation.plan import AblationConfig, Arm
 from wherelm.ablation.progress import Progress
 
-MEANS = {"rope": 1.0, "alibi": 0.5, "none": 0.95}
+MEANS = {"rope": 1.0, "alibi": 0.5, "none": 0.97}
 
 
 def course_of(folder, settings, means=MEANS, spread=0.05):
@@ -32,7 +32,7 @@ def test_a_range_of_seeds_stops_the_arms_that_are_decided(tmp_path):
     course = course_of(tmp_path, {"seeds": "5-20"})
     course.run(parallel=1)
     seeds = {name: sorted(j.seed for j in course.jobs if j.arm.label == name) for name in MEANS}
-    assert course.decided == ["alibi"]
+    assert course.decided[0] == "alibi"
     assert len(seeds["alibi"]) < len(seeds["none"]) <= 20
     # The baseline runs as long as any arm that is compared to it.
     assert seeds["rope"] == seeds["none"] == list(range(len(seeds["none"])))

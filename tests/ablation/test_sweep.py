@@ -268,8 +268,8 @@ def test_a_sweep_needs_no_folder_and_names_arms_by_what_varies(capsys, monkeypat
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     assert train.command() == 2
     assert capsys.readouterr().err == (
-        "error: ablation.baseline=rope model.layers=3: expected one of rope model.layers=1, "
-        "rope model.layers=2, none model.layers=1, none model.layers=2\n"
+        "error: ablation.baseline=rope model.layers=3: expected one of rope, none, "
+        "rope model.layers=1, rope model.layers=2, none model.layers=1, none model.layers=2\n"
     )
 
 
@@ -282,8 +282,9 @@ def test_without_a_named_baseline_arms_are_compared_to_the_first(tmp_path, monke
     with pytest.raises(SystemExit) as stopped:
         sys.exit(train.command())
     assert stopped.value.code == 0
-    found = json.loads((sweep / "comparison.json").read_text())
-    assert found["baseline"] == "rope model.layers=2"
+    (found,) = json.loads((sweep / "comparison.json").read_text())
+    (difference,) = found["differences"]
+    assert difference["baseline"] == "rope model.layers=2"
 
 
 def test_two_files_of_one_scheme_are_two_arms_and_a_metric_that_no_run_has_is_an_error(tmp_path):

@@ -112,6 +112,10 @@ class Rope(PositionScheme):
             self.group, self.near = self_extend_groups(config.factor, shape.trained)
         self.lengths_BT: Tensor | None = None
 
+    @property
+    def shift_invariant(self) -> bool:
+        return self.group == 1  # groups of positions begin at multiples of their size
+
     def frequencies(self) -> Tensor:
         """Radians for each step of position, float64, one for each rotating pair."""
         config = self.config
