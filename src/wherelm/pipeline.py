@@ -31,7 +31,7 @@ def prepare(
 ) -> Data:
     """Reads and tokenises the named splits; the tokeniser comes from train if none is given."""
     wanted = list(dict.fromkeys(splits))
-    examples = load_examples(config.data, root, wanted)
+    examples = load_examples(config.data.of_seed(config.seed), root, wanted)
     if tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, examples["train"], root)
     stores, ledger = {}, {}

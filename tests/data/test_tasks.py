@@ -412,3 +412,16 @@ def test_changing_how_tasks_are_made_makes_them_anew(tmp_path, monkeypatch):
         Path, "read_bytes", lambda path: plain(path) + changed * (path.name == "tasks.py")
     )
     assert load_examples(config, tmp_path, ["train"])["train"].key != key
+
+
+def test_a_run_s_seed_draws_its_training_set_where_that_is_asked_for(tmp_path):
+    address = "task:order?examples=40&seed=7"
+    config = DataConfig(train=address, validation="task:order?examples=9", resample=True)
+    assert config.of_seed(3).train == ("task:order?examples=40&seed=3",)
+    drawn = [load_examples(config.of_seed(seed), tmp_path) for seed in (0, 0, 1)]
+    said = [[list(messages_of(s[name].dataset)) for s in drawn] for name in ("train", "validation")]
+    assert said[0][0] == said[0][1] != said[0][2]
+    assert said[1][0] == said[1][1] == said[1][2]
+    assert DataConfig(train=address).of_seed(3).train == address
+    with pytest.raises(ValueError, match=r"data\.resample=true: only what is generated"):
+        DataConfig(train="mine.jsonl", resample=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ class DataConfig:
     """`train`, `validation`, `test` and each of `extra` is a path, or a list of them, read in turn.
 
     A path is a file, glob, folder, hub id or task, or - for standard input. Without `validation` it
-    is split off `train`. `limit` caps the training examples. `cache` is a folder, and null keeps
+    is split off `train`. `limit` caps the training examples. `resample` draws a task's training set
+    by the run's seed. `cache` is a folder, and null keeps
     nothing.
     """
 
@@ -45,6 +46,7 @@ class DataConfig:
     overflow: str = "truncate"
     validation_fraction: float = 0.05
     limit: int | None = None
+    resample: bool = False
     cache: str | None = ".cache"
 
     def __post_init__(self):
@@ -63,6 +65,13 @@ class DataConfig:
         if self.limit is not None and (self.limit <= 0 or self.format == "stream"):
             expected = "null for a stream" if self.format == "stream" else "a number above 0"
             raise ValueError(f"data.limit={self.limit}: expected {expected}")
+        if self.resample and not any(
+            p.startswith(tasks.PREFIX) for p in self.paths.get("train", ())
+        ):
+            raise ValueError(
+                "data.resample=true: only what is generated can be drawn anew; give "
+                "data.train=task:NAME, or data.resample=false"
+            )
         for name in self.extra:
             if name in SPLITS:
                 raise ValueError(f"data.extra.{name}: expected another name, or data.{name}=…")
@@ -90,6 +99,16 @@ class DataConfig:
             for name, paths in given.items()
             if paths is not None
         }
+
+    def of_seed(self, seed: int) -> DataConfig:
+        """What a run of this seed reads."""
+        if not self.resample:
+            return self
+        drawn = (
+            tasks.with_seed(path, seed) if path.startswith(tasks.PREFIX) else path
+            for path in self.paths["train"]
+        )
+        return replace(self, train=tuple(drawn))
 
     def _check_task(self, key: str, address: str) -> None:
         if self.format != "messages":

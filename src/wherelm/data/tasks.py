@@ -205,6 +205,13 @@ class Task:
     fillers: int | None = None
 
 
+def with_seed(address: str, seed: int) -> str:
+    """The same task, drawn by this seed."""
+    name, _, query = address.partition("?")
+    others = [option for option in query.split("&") if option and not option.startswith("seed=")]
+    return f"{name}?{'&'.join([*others, f'seed={seed}'])}"
+
+
 def parse(address: str) -> Task:
     """The task of an address `task:NAME?option=value&…`; ValueError says what is accepted."""
     name, asks, query = address.removeprefix(PREFIX).partition("?")
